@@ -21,6 +21,11 @@ def unpack(data: bytes) -> list[int]:
     return list(struct.unpack(f"<{num_ids(data)}I", data))
 
 
+def virtual_ids(num_tokens: int) -> bytes:
+    """Returns ids that stand for the virtual tokens of a prompt adapter, whose inputs are vectors."""
+    return bytes(ID_BYTES * num_tokens)
+
+
 def num_ids(data: bytes) -> int:
     """Returns the number of ids. Raises ValueError if `data` has a partial id."""
     num, rest = divmod(len(data), ID_BYTES)

@@ -262,6 +262,7 @@ LAYERS["services/gpu_worker"] = (
 LAYERS["services/gpu_worker"] += (
     "models",
     "lora",
+    "prompt_adapters",
     "kv",
     "linear_tuning",
     "attention",

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from blockyard.services.launcher.supervision.supervisor import StartFailed
-    from blockyard.services.offline.adapters import LoRARequest
+    from blockyard.services.offline.adapters import LoRARequest, PromptAdapterRequest
     from blockyard.services.offline.answers import CompletionToolCall
     from blockyard.services.offline.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from blockyard.services.offline.engine_args import AsyncEngineArgs, EngineArgs
@@ -62,6 +62,7 @@ __all__ = [
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
+    "PromptAdapterRequest",
     "RepetitionDetectionParams",
     "RequestError",
     "RequestMetrics",

@@ -1,4 +1,4 @@
-"""Folders of LoRA adapters below `--lora-dir`: operators load them, and so does the first request that names one."""
+"""Folders of adapters below `--lora-dir`: operators load them, and so does the first request that names one."""
 
 import asyncio
 import contextlib
@@ -10,6 +10,7 @@ import msgspec
 
 from blockyard.shared.errors import RequestError
 from blockyard.shared.lora.adapter_config import CONFIG_FILE
+from blockyard.shared.lora.prompt_config import is_prompt_adapter
 from blockyard.shared.messages import Control, ControlVerb
 from blockyard.shared.ring_client.controls import ControlClient
 from blockyard.shared.ring_client.schedulers import Schedulers, Served
@@ -78,7 +79,8 @@ class AdapterFolders:
             return None
 
     async def _load(self, name: str, folder: Path) -> bool:
-        command = Control("", ControlVerb.LOAD_ADAPTER, adapter=name, adapter_path=str(folder), first_use=True)
+        verb, is_prompt = ControlVerb.LOAD_ADAPTER, is_prompt_adapter(folder)
+        command = Control("", verb, adapter=name, adapter_path=str(folder), first_use=True, is_prompt=is_prompt)
         until = self._clock() + LOADING_S
         while True:
             try:
@@ -100,22 +102,22 @@ class AdapterFolders:
 
     def _is_served(self, name: str) -> bool:
         with contextlib.suppress(RequestError):
-            return self._schedulers.card(name).adapter is not None
+            return self._schedulers.card(name).named_adapter is not None
         return False
 
 
-def find_folder(path: str, lora_dir: str) -> Path:
-    """Returns a folder below `lora_dir`, wherever links lead. Raises RequestError."""
+def find_folder(path: str, lora_dir: str, field: str = "lora_path") -> Path:
+    """Returns a folder below `lora_dir`, wherever links lead. field: that names it. Raises RequestError."""
     if not lora_dir:
-        raise RequestError("this server loads no adapters by request: --lora-dir names their folder", "lora_path")
+        raise RequestError("this server loads no adapters by request: --lora-dir names their folder", field)
     if not path or len(path) > MAX_PATH_CHARS or "\0" in path:
-        raise RequestError(f"lora_path has 1 to {MAX_PATH_CHARS} characters, got {len(path)}", "lora_path")
+        raise RequestError(f"{field} has 1 to {MAX_PATH_CHARS} characters, got {len(path)}", field)
     try:
         base = Path(lora_dir).expanduser().resolve()
         folder = (base / Path(path).expanduser()).resolve()
         is_folder = folder.is_relative_to(base) and folder != base and folder.is_dir()
     except (OSError, RuntimeError, ValueError) as e:
-        raise RequestError(f"lora_path {path!r} cannot be read: {e}", "lora_path") from e
+        raise RequestError(f"{field} {path!r} cannot be read: {e}", field) from e
     if not is_folder:  # one message: a client does not learn which folders there are elsewhere
-        raise RequestError(f"lora_path {path!r} is no folder below --lora-dir", "lora_path")
+        raise RequestError(f"{field} {path!r} is no folder below --lora-dir", field)
     return folder

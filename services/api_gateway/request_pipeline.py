@@ -37,6 +37,7 @@ from blockyard.shared.ring_client.choice_reader import ChoiceReader, open_reader
 from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.journal import ChoiceLog, JournalEntry, Sink
 from blockyard.shared.ring_client.request_fields import limits
+from blockyard.shared.ring_client.request_fields.adapter_fields import generate_fields
 from blockyard.shared.ring_client.request_fields.output_format import ModelFormats, finds_reasoning
 from blockyard.shared.ring_client.schedulers import not_ready
 from blockyard.shared.token_ids import num_ids, unpack
@@ -157,9 +158,8 @@ class RequestPipeline:
                 beam=request.choices.beam,
                 batch_line=request.batch_line,
                 kv_transfer_params=request.kv_transfer_params,
-                adapter="" if request.card.adapter is None else request.card.adapter.name,
-                adapter_digest=request.card.adapter_digest,
             )
+            frame = generate_fields(frame, request.card)
             if shown is not None:
                 generation.add_prompt_text(prompt.request_id, shown)
             logs = [ChoiceLog(k, self._outer(generation, frame, k, sink)) for k, sink in enumerate(sinks)]

@@ -156,7 +156,8 @@ def load_engine(config: WorkerConfig, team: LeaderTeam | None = None) -> tuple[S
     if config.worker_cls == "mock":
         make_memory = load_transfers()[1] if config.kv_transfer is not None else None
         return partial(mock_runner.start, make_memory=make_memory), mock_runner.held_bytes
-    reader = None if config.lora is None else start_child(ADAPTER_READER)  # it imports torch meanwhile, too
+    has_adapters = config.lora is not None or config.prompts is not None
+    reader = start_child(ADAPTER_READER) if has_adapters else None  # it imports torch meanwhile, too
     # imports torch, which takes seconds and which a mock worker does not need
     from blockyard.services.gpu_worker import engine  # noqa: PLC0415
 

@@ -6,11 +6,13 @@ from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.kv.block_hashes import BlockHashes
 from blockyard.services.gpu_worker.kv.host_swap import HostSwap, copy_blocks
 from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.prompt_adapters.prompt_vectors import PromptVectors
 from blockyard.services.gpu_worker.sampling.logits_steps import unsupported_reason
 from blockyard.services.gpu_worker.slots import Slots
+from blockyard.services.gpu_worker.step import InputVectors
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
 from blockyard.services.kv_transfer.host.host_store import BlockStore
-from blockyard.shared.messages import FinishReason, Geometry, Sampling, SlotResult, StepPlan
+from blockyard.shared.messages import FinishReason, Geometry, SlotResult, SlotStart, StepPlan
 
 
 class Batch:
@@ -25,11 +27,13 @@ class Batch:
         pool: KVPool,
         store: BlockStore | None = None,
         matchers: MatcherProcesses | None = None,
+        prompts: PromptVectors | None = None,
     ) -> None:
-        """store: host memory for KV blocks, None without --swap-space. matchers: None for no structured output."""
+        """store: host memory for KV blocks, None without --swap-space. matchers: None for no structured output.
+        prompts: None for no prompt adapters."""
         self.block_hashes = BlockHashes(pool.num_blocks)
         self.host_swap = HostSwap(self.block_hashes, geometry.block_size, store)
-        self.matchers = matchers
+        self.matchers, self.prompts = matchers, prompts
         self._geometry, self._pool = geometry, pool
         self.reset(0)
 
@@ -65,7 +69,7 @@ class Batch:
             if slots.start(start):
                 if lacks_kv:
                     slots.fail(start.slot)
-                if problem := self._problem_of(start.sampling):
+                if problem := self._problem_of(start):
                     slots.fail(start.slot, problem)
                 elif self.matchers is not None and start.sampling.constraint is not None:
                     self.matchers.start(start)
@@ -78,8 +82,17 @@ class Batch:
         broken = [r.slot for r in plan.runs if r.slot in errors]
         return [SlotResult(s, [], 0, finish=FinishReason.FAILED, detail=errors.pop(s)) for s in broken]
 
-    def _problem_of(self, sampling: Sampling) -> str:
-        """Why a slot with these parameters cannot be sampled; empty if it can."""
+    def input_vectors(self, slots: Ints, positions: Ints, first_row: int = 0) -> InputVectors | None:
+        """The inputs of virtual tokens in a step: see `PromptVectors.inputs`. None: it has none."""
+        if self.prompts is None or not self.slots.num_prompted:
+            return None
+        return self.prompts.inputs(self.slots, slots, positions, first_row)
+
+    def _problem_of(self, start: SlotStart) -> str:
+        """Why a slot cannot run or be sampled; empty if it can."""
+        sampling = start.sampling
+        if self.prompts is not None and (problem := self.prompts.start(start)):
+            return problem
         if sampling.constraint is not None and self.matchers is None:
             return "this worker makes no masks of structured output"
         return unsupported_reason(sampling, self._geometry.vocab_size)

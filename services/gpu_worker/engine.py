@@ -1,6 +1,6 @@
 """Builds a ready runner from the settings: device, weights, memory. Imports torch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,6 @@ from blockyard.services.gpu_worker.loading.hf_config import read_config, read_eo
 from blockyard.services.gpu_worker.loading.weights import HostShare, WeightTable
 from blockyard.services.gpu_worker.lora.module_tensors import last_name
 from blockyard.services.gpu_worker.lora.ranks.leader_adapters import LeaderAdapters
-from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
 from blockyard.services.gpu_worker.lora.reader_client import AdapterReader, ReaderProcess
 from blockyard.services.gpu_worker.lora.targets import ModelTargets
 from blockyard.services.gpu_worker.lora.worker_adapters import WorkerAdapters
@@ -45,6 +44,13 @@ from blockyard.services.gpu_worker.parallel.stages import Stage
 from blockyard.services.gpu_worker.parallel.team import RankGroups, RankTeam, SendCommand, connect_groups
 from blockyard.services.gpu_worker.pooling.output import PoolingOutput
 from blockyard.services.gpu_worker.pooling.selection import choose_output
+from blockyard.services.gpu_worker.prompt_adapters.adapter_hosts import (
+    MakeReader,
+    adapter_limits,
+    add_long_rotations,
+    make_hosts,
+    start_reader,
+)
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.startup.backend import Backend, pick_backend
 from blockyard.services.gpu_worker.startup.stage_choice import choose_stage, describe_stage, make_stage_model
@@ -61,7 +67,6 @@ from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import Geometry, PoolingCard, PoolingTask
 from blockyard.shared.quantization import KEY
 
-MakeReader = Callable[[AdapterLimits], AdapterReader]
 DTYPES = {
     "half": torch.float16,
     "float16": torch.float16,
@@ -81,7 +86,8 @@ class LoadedModel:
     geometry: Geometry
     config: WorkerConfig  # settled for this model
     ranks: RankGroups | None  # None: one rank
-    adapters: WorkerAdapters | None  # None: it serves none
+    adapters: WorkerAdapters | None  # LoRA adapters; None: it serves none
+    reader: AdapterReader | None  # of adapters of both kinds; None: it serves neither
 
 
 def start(
@@ -89,12 +95,12 @@ def start(
     report_start: Report,
     processes: CompileProcesses | None = None,
     team: RankTeam | None = None,
-    make_reader: MakeReader = ReaderProcess,
+    make_reader: MakeReader | None = None,
 ) -> Runner | EncoderRunner:
     """Loads the model and returns its runner. Raises ConfigError or LoadError with a message of one line.
 
     processes: compile processes that are already started, if any. team: of this leader; None: there is one rank.
-    make_reader: of adapters.
+    make_reader: of adapters; None: one that starts a process.
     """
     backend, report = pick_backend(config.device), StartReport(report_start)
     config = of_host(config)
@@ -109,6 +115,8 @@ def start(
         length = pick_length(config.max_model_len, shape.max_positions)
         return start_encoder(config, settings, build, dtype, length, backend, report, team)
     generates = config.task == "generate" and first_kind(settings) is OutputKind.TOKENS
+    if team is not None and config.prompts is not None:
+        raise ConfigError(f"{config.describe_ranks()}: a model with prompt adapters runs on one rank")
     by = ", by its class in transformers" if is_of_transformers(family) else ""
     report.note(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}{by}")
     loaded = load(config, settings, build, dtype, backend, report, team, make_reader, generates=generates)
@@ -138,7 +146,7 @@ def follow(config: WorkerConfig, team: RankTeam) -> Follower | EncoderFollower:
 def readers(first: Child | None) -> MakeReader:
     """Returns what makes readers of adapters. first: the process of the first one, if it is already started."""
     started = [] if first is None else [first]
-    return lambda limits: ReaderProcess(limits, started.pop() if started else None)
+    return lambda limits, prompts: ReaderProcess(limits, started.pop() if started else None, prompts)
 
 
 def of_host(config: WorkerConfig) -> WorkerConfig:
@@ -160,7 +168,7 @@ def load(
     backend: Backend,
     report: StartReport,
     team: RankTeam | None,
-    make_reader: MakeReader = ReaderProcess,
+    make_reader: MakeReader | None = None,
     *,
     generates: bool = True,
 ) -> LoadedModel:
@@ -184,7 +192,7 @@ def load(
         report.note(f"--enable-expert-parallel spreads no experts: {what}")
     scales = kv_scales.place_scales(model.table, model.shape.num_layers, kv_scales.are_in_checkpoint(config))
     max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
-    reader = None if config.lora is None else make_reader(adapter_limits(config.lora, dtype))  # starts meanwhile
+    reader = start_reader(config, model, max_model_len, make_reader or readers(None))
     progress = Throttle(lambda done: report.phase("loading weights", done))
     slot = loading_slot(None if team is None else team.folder.parent, config.max_parallel_loading)
     with torch.inference_mode(), page_cache.read_ahead(config):
@@ -197,13 +205,14 @@ def load(
         config = backend.fit_num_seqs(config, kv_block_bytes)
         if ranks is not None:
             config = msgspec.structs.replace(config, max_num_seqs=ranks.everyone.least(config.max_num_seqs))
-        prepare(model, config, max_model_len, backend, report)
+        longest = add_long_rotations(model, config.lora, max_model_len)
+        prepare(model, config, longest, backend, report)
         if table.ranks is not None:
             backend.pick_sums(model, table.ranks, config, report)
         undivided = None if team is None else declare(build, settings, dtype, config, WHOLE)
         adapters = make_adapters(model, undivided, config.lora, backend, report, reader)
         eos_ids = eos_ids_of(folder, settings, model.shape.vocab_size)
-        need = need_of(model, config, max_model_len, kv_block_bytes)
+        need = need_of(model, config, longest, kv_block_bytes)
         if generates:
             with alone(ranks):
                 backend.compile_kernels(model, need, kv_dtype, len(eos_ids), config, report)
@@ -224,7 +233,7 @@ def load(
         report.note(*kv_scales.set_pool_scales(pool, scales, config, first_layer))
         store = backend.make_store(host_plan, pool)
     geometry = geometry_of(model, eos_ids, config, need, plan.num_blocks, host_plan.num_blocks)
-    return LoadedModel(model, pool, store, geometry, config, ranks, adapters)
+    return LoadedModel(model, pool, store, geometry, config, ranks, adapters, reader)
 
 
 def make_table(
@@ -276,7 +285,7 @@ def make_runner(
     """Makes what runs plans on a loaded model, and runs first steps. team: of this leader; None: there is one rank."""
     config, geometry, model, store = loaded.config, loaded.geometry, loaded.model, loaded.store
     matchers = make_matchers(config, geometry) if generates else None
-    adapters: WorkerAdapters | LeaderAdapters | None = loaded.adapters
+    lora: WorkerAdapters | LeaderAdapters | None = loaded.adapters
     pools = None if generates else choose_output(config, settings, model)
     if pools is not None:
         geometry = msgspec.structs.replace(geometry, pooling=card_of(config, pools[0], settings, geometry))
@@ -284,7 +293,7 @@ def make_runner(
     send: SendCommand | None = None
     if loaded.ranks is not None and team is not None and team.send is not None:
         send = team.send
-        adapters = None if loaded.adapters is None else LeaderAdapters(loaded.adapters, send, team)
+        lora = None if loaded.adapters is None else LeaderAdapters(loaded.adapters, send, team)
         model, loaded.pool.mirror = LeaderModel(model, loaded.ranks, send), LeaderPool(send)
         store = None if store is None else LeaderStore(store, send)
 
@@ -294,7 +303,8 @@ def make_runner(
         else:
             start_pooled_steps(again, pools[1], backend, report)
 
-    runner = Runner(model, loaded.pool, geometry, store, start_steps, matchers, config.logprobs_mode, adapters, send)
+    hosts = make_hosts(lora, config, loaded.reader, loaded.model)
+    runner = Runner(model, loaded.pool, geometry, store, start_steps, matchers, config.logprobs_mode, hosts, send)
     start_steps(runner)
     return runner
 
@@ -333,18 +343,6 @@ def make_adapters(
     on_device = f", {size / 2**30:.2f} GiB of device memory" if size else ""
     report.note(f"adapters: {config.max_loras} in a step{on_device}, {held}, of rank {config.max_rank} at most")
     return WorkerAdapters(targets, places, limits, reader)
-
-
-def adapter_limits(config: LoraConfig, dtype: torch.dtype) -> AdapterLimits:
-    """dtype: of the model."""
-    return AdapterLimits(
-        dtype=dtype if config.dtype == "auto" else DTYPES[config.dtype],
-        max_rank=config.max_rank,
-        with_bias=config.with_bias,
-        max_rows=config.extra_vocab_size,
-        target_modules=tuple(config.target_modules),
-        fully_sharded=config.fully_sharded,
-    )
 
 
 def start_pooled_steps(runner: Runner, output: PoolingOutput, backend: Backend, report: StartReport) -> None:
@@ -402,6 +400,8 @@ def geometry_of(
         num_host_adapters=0 if config.lora is None else config.lora.max_cpu_loras,
         num_stages=config.pipeline_parallel_size,
         balanced_context=model.balanced_context() if isinstance(model, StageModel) else 0,
+        num_prompt_adapters=0 if config.prompts is None else config.prompts.max_adapters,
+        base_len=0 if not config.long_factors else min(max_model_len, need.max_model_len // max(config.long_factors)),
     )
 
 

@@ -81,18 +81,20 @@ class LoadedAdapter:
     size_bytes: int = 0
     error: str = ""
     notes: list[str] = field(default_factory=list)
+    num_virtual_tokens: int = 0  # of a prompt adapter
+    max_len: int = 0  # tokens of its longest sequence; 0: as without it
     job: int = 0  # of the load, on a worker with several ranks
 
 
 class AdapterHost(Protocol):
-    """Reads adapters into host memory beside the steps. Implemented by `lora.worker_adapters.WorkerAdapters`."""
+    """Reads adapters into host memory beside the steps. Implemented by `prompt_adapters.adapter_hosts.AdapterHosts`."""
 
     @property
     def is_loading(self) -> bool:
         """Whether `poll` will have more to return."""
 
-    def load(self, adapter: int, path: str) -> None:
-        """Begins to read a folder. adapter: the scheduler's number."""
+    def load(self, adapter: int, path: str, *, is_prompt: bool = False) -> None:
+        """Begins to read a folder. adapter: the scheduler's number. is_prompt: of a prompt adapter."""
 
     def drop(self, adapter: int) -> None:
         """Frees an adapter's host memory. No later plan places it."""

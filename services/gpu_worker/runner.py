@@ -12,10 +12,9 @@ from blockyard.services.gpu_worker.kv.block_hashes import BlockHashes
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.kv.pool_blocks import PoolBlocks
 from blockyard.services.gpu_worker.loading.weight_offload import OffloadedWeights
-from blockyard.services.gpu_worker.lora.ranks.leader_adapters import LeaderAdapters
-from blockyard.services.gpu_worker.lora.worker_adapters import WorkerAdapters
 from blockyard.services.gpu_worker.models.interface import Model, tensors_of
 from blockyard.services.gpu_worker.parallel.team import SendCommand
+from blockyard.services.gpu_worker.prompt_adapters.adapter_hosts import AdapterHosts
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
 from blockyard.services.kv_transfer.host.host_store import BlockStore
 from blockyard.shared.config.services.worker import LogprobsMode
@@ -34,7 +33,7 @@ class Runner:
         start_steps: "Callable[[Runner], None]",
         matchers: MatcherProcesses | None = None,
         logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
-        adapters: WorkerAdapters | LeaderAdapters | None = None,
+        adapters: AdapterHosts | None = None,
         send: SendCommand | None = None,
     ) -> None:
         """start_steps: called after sleep, once memory is restored. It must call `use`, as must the caller before the
@@ -46,7 +45,7 @@ class Runner:
         """
         self.geometry, self.model, self.pool = geometry, model, pool
         self.adapters, self.send = adapters, send
-        self.batch = Batch(geometry, pool, store, matchers)
+        self.batch = Batch(geometry, pool, store, matchers, None if adapters is None else adapters.prompts)
         self._depends: Callable[[StepPlan], bool] | None = None
         self._loop: DeviceLoop | None = None  # None: asleep, or not on its device yet
         self._start_steps, self._logprobs_mode = start_steps, logprobs_mode

@@ -88,8 +88,8 @@ class SchedulerSession:
         for done in adapters.poll():
             if self._scheduler is not None and self._next > 0:
                 me = self._links.me.incarnation
-                answer = AdapterLoaded(me, done.adapter, done.digest, done.size_bytes, done.error, done.notes)
-                self._links.answer(self._scheduler, answer)
+                columns = (done.digest, done.size_bytes, done.error, done.notes, done.num_virtual_tokens, done.max_len)
+                self._links.answer(self._scheduler, AdapterLoaded(me, done.adapter, *columns))
         return adapters.is_loading
 
     def report_broken(self, detail: str) -> None:
@@ -150,13 +150,14 @@ class SchedulerSession:
                 self._links.answer(peer, AdapterLoaded(me, frame.adapter, error="this worker serves no adapters"))
         elif isinstance(frame, LoadAdapter):
             self._drops = [one for one in self._drops if one != frame.adapter]  # a plan in the queue still places it
-            self._runner.adapters.load(frame.adapter, frame.path)
+            self._runner.adapters.load(frame.adapter, frame.path, is_prompt=frame.is_prompt)
         else:
             self._drops.append(frame.adapter)
 
     def _drop_adapters(self, adapters: AdapterHost) -> None:
-        """Drops adapters that no plan in the queue places."""
+        """Drops adapters that no plan in the queue places, or starts a sequence with."""
         placed = {one.adapter for plan in self.plans for one in plan.adapters}
+        placed |= {one.prompt_adapter for plan in self.plans for one in plan.starts if one.prompt_adapter is not None}
         for adapter in [one for one in self._drops if one not in placed]:
             self._drops.remove(adapter)
             adapters.drop(adapter)

@@ -38,6 +38,7 @@ class Slot:
     prompt_logprobs_from: int = 0
     stop_ids: frozenset[int] = field(default_factory=frozenset)
     pooled: PooledStart | None = None
+    num_virtual: int = 0  # leading tokens of the prompt that are those of a prompt adapter
 
     @property
     def ends_at_eos(self) -> bool:
@@ -57,11 +58,14 @@ class StepRows:
     num_decodes: int
 
     @classmethod
-    def sorted(cls, slots: Ints, counts: Ints) -> "StepRows":
-        """Rows of slots in any order, which is kept among decodes and among prefills."""
-        if not len(counts) or counts.max() == 1:
+    def sorted(cls, slots: Ints, counts: Ints, virtual: Bools | None = None) -> "StepRows":
+        """Rows of slots in any order, which is kept among decodes and among prefills.
+
+        virtual: slots whose next token is one of a prompt adapter: prefills, also if it is one. None: no slot's is.
+        """
+        if not len(counts) or (counts.max() == 1 and virtual is None):
             return cls(slots, counts, len(counts))
-        is_prefill = counts > 1
+        is_prefill = counts > 1 if virtual is None else (counts > 1) | virtual
         order = np.argsort(is_prefill, kind="stable")
         return cls(slots[order], counts[order], len(counts) - int(is_prefill.sum()))
 
@@ -97,6 +101,8 @@ class Slots:
         self.num_blocks = np.zeros(num_slots, np.int64)
         self.adapter_places = np.full(num_slots, NO_PLACE, np.int32)
         self.num_adapted = 0  # slots that have an adapter
+        self.num_virtual = np.zeros(num_slots, np.int64)  # leading tokens that are those of a prompt adapter
+        self.num_prompted = 0  # slots that have some
         self.owners = np.zeros(num_slots, np.int64)  # unique for each start
         self._starts = itertools.count(1)
         self.live = np.zeros(num_slots, np.bool_)
@@ -120,6 +126,8 @@ class Slots:
             self.live[slot] = False
             self.num_adapted -= int(self.adapter_places[slot] != NO_PLACE)
             self.adapter_places[slot] = NO_PLACE
+            self.num_prompted -= int(self.num_virtual[slot] > 0)
+            self.num_virtual[slot] = 0
             self.num_tokens[slot] = self.num_known[slot] = self.num_computed[slot] = self.num_blocks[slot] = 0
 
     def are_adapted(self, slots: Ints) -> bool:
@@ -159,7 +167,9 @@ class Slots:
         room = np.minimum(self.num_tokens[slots], self.num_blocks[slots] * self.block_size) - self.num_computed[slots]
         counts = np.minimum(most, room)
         runs_now = self.live[slots] & (counts > 0)
-        return StepRows.sorted(slots[runs_now], counts[runs_now])
+        slots, counts = slots[runs_now], counts[runs_now]
+        virtual = self.num_computed[slots] < self.num_virtual[slots] if self.num_prompted else None
+        return StepRows.sorted(slots, counts, virtual)
 
     def advance(self, slots: Ints, counts: Ints) -> None:
         """Counts the next `counts` tokens of each slot as computed."""
@@ -201,7 +211,8 @@ class Slots:
     def scored(self, slot: int, begin: int, count: int) -> range:
         """Positions of the prompt that get log-probabilities in a step of `count` tokens after the first `begin`."""
         state = self.slots[slot]
-        return range(max(begin + 1, state.prompt_logprobs_from), min(begin + count + 1, state.num_prompt_tokens))
+        first = max(begin, state.num_virtual) + 1
+        return range(max(first, state.prompt_logprobs_from), min(begin + count + 1, state.num_prompt_tokens))
 
     def step_back(self, slots: Ints) -> None:
         """Counts the last computed token of each slot as not computed: the next step computes it again and samples."""
@@ -225,7 +236,7 @@ class Slots:
             raise SlotError(f"token id {ids.max()} is outside of the vocabulary of {vocab_size}")
         if not 0 <= start.num_computed < len(ids):
             raise SlotError(f"{start.num_computed} of {len(ids)} tokens cannot be computed already")
-        if not 0 < start.num_prompt_tokens <= len(ids):
+        if not start.num_virtual_tokens < start.num_prompt_tokens <= len(ids):
             raise SlotError(f"{start.num_prompt_tokens} of {len(ids)} tokens cannot be the prompt")
         self.token_ids[slot, : len(ids)] = ids
         self.num_tokens[slot] = self.num_known[slot] = self.num_start_tokens[slot] = len(ids)
@@ -242,10 +253,14 @@ class Slots:
             start.prompt_logprobs_from,
             frozenset(start.sampling.stop_token_ids),
             start.pooled,
+            start.num_virtual_tokens,
         )
         if start.adapter_place is not None:
             self.adapter_places[slot] = start.adapter_place
             self.num_adapted += 1
+        if start.num_virtual_tokens:
+            self.num_virtual[slot] = start.num_virtual_tokens
+            self.num_prompted += 1
         self.live[slot] = True
 
     def _append_blocks(self, slot: int, blocks: list[int]) -> None:

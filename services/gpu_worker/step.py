@@ -75,13 +75,13 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InputVectors:
-    """Tokens with a vector as input in place of the embedding of their id, as models scale embeddings."""
+    """Tokens with a vector as input in place of the embedding of their id: rows of transformers' `inputs_embeds`."""
 
     rows: Tensor  # [n] int64, index in the tokens of the step, each once
-    values: Tensor  # [n, hidden]
+    values: Tensor  # [n, width of the embeddings]
 
     def put(self, hidden: Tensor) -> None:
-        """Writes the vectors over rows of hidden [tokens, hidden], the embeddings of the step."""
+        """Writes the vectors over rows of hidden [tokens, width], the embeddings of the step."""
         hidden.index_copy_(0, self.rows, self.values.to(hidden.dtype))
 
 

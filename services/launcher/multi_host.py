@@ -115,7 +115,7 @@ def find_model(service: str, values: Values) -> Checkpoint:
 
 
 def _adapters_of_workers(values: Values) -> list[AdapterSource]:
-    """Returns the adapters of --lora-modules, whose folders workers have and check. Raises ConfigError."""
+    """Returns the adapters that a server begins with, whose folders workers have and check. Raises ConfigError."""
     found = adapters.sources(values)
     for source in found:
         if not Path(source.path).is_absolute():

@@ -1,13 +1,17 @@
-"""LoRA adapters of offline calls: each request may have one, which is loaded when it is first asked for."""
+"""Adapters of offline calls: each request may have one of LoRA and one of prompts, loaded when first asked for."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+from blockyard.services.offline.batch import Adapters
 from blockyard.services.offline.session import Session
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import AdapterCard, Control, ControlVerb
 from blockyard.shared.ring_client.client import RingClient
+
+LORA, PROMPT = "lora", "prompt_adapter"  # with which vLLM's names of arguments and fields begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,38 +24,78 @@ class LoRARequest:
     base_model_name: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.lora_name:
-            raise RequestError("lora_name is empty", "lora_request")
-        if self.lora_int_id < 1:
-            raise RequestError(f"lora_int_id must be at least 1, got {self.lora_int_id}", "lora_request")
+        _check(LORA, self.lora_name, "lora_int_id", self.lora_int_id)
 
 
-LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None  # of all prompts, or one for each
+@dataclass(frozen=True, slots=True)
+class PromptAdapterRequest:
+    """A prompt adapter by its name, as vLLM's. The id has no effect, and the folder says how many tokens it has."""
+
+    prompt_adapter_name: str
+    prompt_adapter_id: int = 1
+    prompt_adapter_local_path: str = ""
+    prompt_adapter_num_virtual_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _check(PROMPT, self.prompt_adapter_name, "prompt_adapter_id", self.prompt_adapter_id)
 
 
-def read_adapters(session: Session, asked: LoRARequests, num_prompts: int) -> list[AdapterCard | None]:
-    """Returns the adapter of each prompt, loaded. Raises RequestError."""
+# of all prompts, or one for each
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
+PromptAdapterRequests = PromptAdapterRequest | Sequence[PromptAdapterRequest | None] | None
+Asked = TypeVar("Asked", LoRARequest, PromptAdapterRequest)
+
+
+def read_adapters(
+    session: Session, lora: LoRARequests, num_prompts: int, prompt: PromptAdapterRequests = None
+) -> list[Adapters]:
+    """Returns the adapters of each prompt, loaded. Raises RequestError."""
+    of_lora = _each(LoRARequest, f"{LORA}_request", lora, num_prompts)
+    of_prompts = _each(PromptAdapterRequest, f"{PROMPT}_request", prompt, num_prompts)
+    loaded: dict[LoRARequest | PromptAdapterRequest, AdapterCard] = {}
+    for one in dict.fromkeys(one for one in of_lora if one is not None):
+        loaded[one] = _load(session, LORA, one.lora_name, one.lora_path, "lora_path")
+    for other in dict.fromkeys(one for one in of_prompts if one is not None):
+        path = other.prompt_adapter_local_path
+        loaded[other] = _load(session, PROMPT, other.prompt_adapter_name, path, "prompt_adapter_local_path")
+    pairs = zip(of_lora, of_prompts, strict=True)
+    return [tuple(loaded[one] for one in pair if one is not None) for pair in pairs]
+
+
+def _check(kind: str, name: str, id_field: str, number: int) -> None:
+    if not name:
+        raise RequestError(f"{kind}_name is empty", f"{kind}_request")
+    if number < 1:
+        raise RequestError(f"{id_field} must be at least 1, got {number}", f"{kind}_request")
+
+
+def _each(
+    kind: type[Asked], argument: str, asked: Asked | Sequence[Asked | None] | None, num_prompts: int
+) -> Sequence[Asked | None]:
+    """What is asked for of each prompt. Raises RequestError."""
     if asked is None:
         return [None] * num_prompts
-    each = [asked] * num_prompts if isinstance(asked, LoRARequest) else asked
-    if not isinstance(each, list | tuple) or not all(isinstance(one, LoRARequest | None) for one in each):
-        raise RequestError(f"lora_request must be a LoRARequest or a list of them, got {asked!r}", "lora_request")
+    each = [asked] * num_prompts if isinstance(asked, kind) else asked
+    if not isinstance(each, list | tuple) or not all(one is None or isinstance(one, kind) for one in each):
+        raise RequestError(f"{argument} must be a {kind.__name__} or a list of them, got {asked!r}", argument)
     if len(each) != num_prompts:
-        raise RequestError(f"{len(each)} lora_requests for {num_prompts} prompts", "lora_request")
-    loaded = {one: _load(session, one) for one in dict.fromkeys(one for one in each if one is not None)}
-    return [None if one is None else loaded[one] for one in each]
+        raise RequestError(f"{len(each)} {argument}s for {num_prompts} prompts", argument)
+    return each
 
 
-def _load(session: Session, asked: LoRARequest) -> AdapterCard:
-    model, name, path = session.card.names[0], asked.lora_name, asked.lora_path
+def _load(session: Session, kind: str, name: str, path: str, path_field: str) -> AdapterCard:
+    model, field, is_prompt = session.card.names[0], f"{kind}_request", kind == PROMPT
     folder = str(Path(path).expanduser().resolve()) if path else ""
 
     async def load(client: RingClient) -> AdapterCard:
         found = _named(client, model, name)
         if found is None and not folder:
-            raise RequestError(f"the adapter {name!r} is not loaded, and lora_path is empty", "lora_request", 404)
-        if found is None or (folder and folder != found.root):
-            control = Control("", ControlVerb.LOAD_ADAPTER, adapter=name, adapter_path=folder, replace=True)
+            raise RequestError(f"the adapter {name!r} is not loaded, and {path_field} is empty", field, 404)
+        if found is not None and not folder and found.is_prompt != is_prompt:
+            raise RequestError(f"{name!r} is {'no' if is_prompt else 'a'} prompt adapter", field)
+        if found is None or (folder and (folder != found.root or found.is_prompt != is_prompt)):
+            verb = ControlVerb.LOAD_ADAPTER
+            control = Control("", verb, adapter=name, adapter_path=folder, replace=True, is_prompt=is_prompt)
             await client.controls.ask(control)
             found = _named(client, model, name)
         assert found is not None, "the answer to a load has the adapter"

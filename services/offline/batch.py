@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import time
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 import msgspec
 
@@ -17,9 +17,12 @@ from blockyard.shared.errors import BlockyardError, RequestError
 from blockyard.shared.messages import AdapterCard, Generate, ModelCard, Tokenize, Tokenized
 from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.journal import ChoiceLog, JournalEntry
+from blockyard.shared.ring_client.request_fields.adapter_fields import generate_fields, tokenize_fields
 from blockyard.shared.ring_client.request_fields.finalize_sampling import finalize_sampling
 from blockyard.shared.ring_client.request_fields.sampling_fields import fitting_truncation
 from blockyard.shared.ring_client.tokenizer_client import TokenizerClient, cut_prompt
+
+Adapters = tuple[AdapterCard, ...]  # of one prompt, one of a kind at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,11 @@ class OfflineRequest:
     params: CheckedParams
     seed: int  # used if `params` has none
     priority: int = 0
-    adapter: AdapterCard | None = None  # None: the model itself
+    adapters: Adapters = ()  # none: the model itself
+
+    def card(self, model: ModelCard) -> ModelCard:
+        """The card of the model with this request's adapters."""
+        return reduce(ModelCard.with_adapter, self.adapters, model)
 
 
 @dataclass(slots=True)
@@ -186,22 +193,21 @@ class RequestBatch:
 
     def _kept(self, request: OfflineRequest) -> int | None:
         params = request.params
-        return fitting_truncation(params.truncate, params.max_tokens, self._card.max_model_len)
+        return fitting_truncation(params.truncate, params.max_tokens, request.card(self._card).max_model_len)
 
     def _work(self, request_id: str, request: OfflineRequest) -> Tokenize:
-        params, reading = request.params, request.prompt.reading
+        params, reading, card = request.params, request.prompt.reading, request.card(self._card)
         calls = None if reading is None or params.grammar is not None else reading.grammar
         grammar = params.grammar if calls is None else calls.grammar
         reasons_first = grammar is not None and not (calls is not None and calls.allows_reasoning)
         return msgspec.structs.replace(
-            request.prompt.work,
+            tokenize_fields(request.prompt.work, card),
             request_id=request_id,
             bad_words=params.bad_words,
-            adapter_digest=b"" if request.adapter is None else request.adapter.digest,
             grammar=grammar,
-            reasoning_end=self._card.settings.tools.reasoning_end if reasons_first else "",
-            reasoning_start=self._card.settings.tools.reasoning_start if reasons_first else "",
-            max_tokens=self._card.max_model_len if params.truncate is None else 0,
+            reasoning_end=card.settings.tools.reasoning_end if reasons_first else "",
+            reasoning_start=card.settings.tools.reasoning_start if reasons_first else "",
+            max_tokens=card.max_model_len if params.truncate is None else 0,
         )
 
     async def _tokenize_all(self, works: list[Tokenize]) -> list[Tokenized]:
@@ -226,11 +232,11 @@ class RequestBatch:
     def _entry(self, index: int) -> JournalEntry:
         request, prompt = self._requests[index], self._prompts[index]
         params, where, add_tokens = request.params, request.prompt.where, self.progress.add_output_tokens
-        reading = self._reading(request)
+        reading, card = self._reading(request), request.card(self._card)
         sampling = finalize_sampling(
             params.sampling,
             prompt,
-            card=self._card,
+            card=card,
             max_tokens=params.max_tokens,
             seed=request.seed if params.seed is None else params.seed,
             prompt_field=where,
@@ -248,9 +254,8 @@ class RequestBatch:
             cache_salt=request.prompt.work.cache_salt,
             beam=params.choices.beam,
             kv_transfer_params=params.kv_transfer_params,
-            adapter="" if request.adapter is None else request.adapter.name,
-            adapter_digest=b"" if request.adapter is None else request.adapter.digest,
         )
+        frame = generate_fields(frame, card)
         sinks = []
         for _ in range(params.choices.computed):
             failed = partial(self._unreadable, prompt.request_id)

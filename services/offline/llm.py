@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, get_args
 
-from blockyard.services.offline.adapters import LoRARequests, read_adapters
+from blockyard.services.offline.adapters import LoRARequests, PromptAdapterRequests, read_adapters
 from blockyard.services.offline.batch import OfflineRequest
 from blockyard.services.offline.beam_search import BeamSearchOutput, BeamSearchParams, beam_output
 from blockyard.services.offline.engine_args import EngineArgsBase
@@ -49,18 +49,20 @@ class LLM(RingOperations, PoolingMethods):
         lora_request: LoRARequests = None,
         priority: Priority = None,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        prompt_adapter_request: PromptAdapterRequests = None,
     ) -> list[RequestOutput]:
         """Completes prompts: a text, token ids, {"prompt": ...}, {"prompt_token_ids": ...}, or a list of these.
 
         `prompt_token_ids` are the ids of one prompt or of each; `prompts` are then texts for the outputs.
         `sampling_params` is one for all prompts or one for each; the default is the model's own. `priority` is an
         integer for all or one for each; lower is earlier. `lora_request` is an adapter for all or for each, None for
-        the model itself. `use_tqdm` may be a factory of progress bars. Outputs are in the order of the prompts. Raises
-        RequestError, a ValueError, before any prompt runs if one cannot be served;
-        raises GenerationError after all prompts have ended if some failed.
+        the model itself; so is `prompt_adapter_request`, also beside one. `use_tqdm` may be a factory of progress bars.
+        Outputs are in the order of the prompts. Raises RequestError, a ValueError, before any prompt runs if one cannot
+        be served; raises GenerationError after all prompts have ended if some failed.
         """
         combined = with_token_ids(prompts, prompt_token_ids)
-        return self._run(read_prompts(combined, self._model), sampling_params, use_tqdm, priority, lora_request)
+        read, adapters = read_prompts(combined, self._model), (lora_request, prompt_adapter_request)
+        return self._run(read, sampling_params, use_tqdm, priority, adapters)
 
     def chat(  # noqa: PLR0913, PLR0917  # the signature is vLLM's
         self,
@@ -75,6 +77,7 @@ class LLM(RingOperations, PoolingMethods):
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: Priority = None,
+        prompt_adapter_request: PromptAdapterRequests = None,
     ) -> list[RequestOutput]:
         """Answers one conversation (a list of messages) or a list of conversations. Otherwise like `generate`.
 
@@ -99,13 +102,19 @@ class LLM(RingOperations, PoolingMethods):
             self._session.settings.grammars,
         )
         read = read_conversations(messages, options, self._model)
-        return self._run(read, sampling_params, use_tqdm, priority, lora_request)
+        return self._run(read, sampling_params, use_tqdm, priority, (lora_request, prompt_adapter_request))
 
     def beam_search(
-        self, prompts: Any, params: BeamSearchParams, lora_request: LoRARequests = None, use_tqdm: UseTqdm = False
+        self,
+        prompts: Any,
+        params: BeamSearchParams,
+        lora_request: LoRARequests = None,
+        use_tqdm: UseTqdm = False,
+        prompt_adapter_request: PromptAdapterRequests = None,
     ) -> list[BeamSearchOutput]:
         """Returns the `beam_width` best sequences of each prompt. Takes the prompts, and raises, as `generate` does."""
-        outputs = self._run(read_prompts(prompts, self._model), params.sampling(), use_tqdm, None, lora_request)
+        read, adapters = read_prompts(prompts, self._model), (lora_request, prompt_adapter_request)
+        outputs = self._run(read, params.sampling(), use_tqdm, None, adapters)
         tokenizer = self.get_tokenizer().backend_tokenizer
         return [beam_output(output, tokenizer) for output in outputs]
 
@@ -144,11 +153,12 @@ class LLM(RingOperations, PoolingMethods):
         params: Params,
         show_bar: UseTqdm,
         priority: Priority,
-        lora_request: LoRARequests = None,
+        adapters: tuple[LoRARequests, PromptAdapterRequests],
     ) -> list[RequestOutput]:
         check_bar(show_bar)
-        adapters = read_adapters(self._session, lora_request, len(prompts))
-        requests = self._running.requests(prompts, params, priority, adapters)
+        lora, prompt = adapters
+        loaded = read_adapters(self._session, lora, len(prompts), prompt)
+        requests = self._running.requests(prompts, params, priority, loaded)
         processes, content = self._running.processes, b""
         if not isinstance(processes, OneProcess):
             content = digest_of(requests)

@@ -11,7 +11,7 @@ import msgspec
 from blockyard.services.launcher.serve import make_display
 from blockyard.services.launcher.supervision.start_up import QuietDisplay
 from blockyard.services.offline import engine_args
-from blockyard.services.offline.batch import OfflineRequest, Seeds
+from blockyard.services.offline.batch import Adapters, OfflineRequest, Seeds
 from blockyard.services.offline.external_launcher.environment import BACKEND, read_place, with_ranks
 from blockyard.services.offline.external_launcher.environment import FLAG as BACKEND_FLAG
 from blockyard.services.offline.external_launcher.following_session import FollowingSession
@@ -30,7 +30,7 @@ from blockyard.shared import tokenizer_files
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.config.server import log_settings
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import DEFAULT_SAMPLING, AdapterCard
+from blockyard.shared.messages import DEFAULT_SAMPLING
 from blockyard.shared.ring_client.pooling.params_check import check_generates
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -78,17 +78,17 @@ class RunningModel:
         return self.session.card.names[0]
 
     def requests(
-        self, prompts: list[Prompt], params: Params, priority: Priority, adapters: Sequence[AdapterCard | None] = ()
+        self, prompts: list[Prompt], params: Params, priority: Priority, adapters: Sequence[Adapters] = ()
     ) -> list[OfflineRequest]:
         """Builds requests from prompts with the parameters and priorities of all or of each. Raises RequestError.
 
-        adapters: one of each prompt; empty: none.
+        adapters: those of each prompt; empty: none has any.
         """
         check_generates(self.session.card)
         priorities = read_priorities(priority, len(prompts))
         checked = self._check_params(params, len(prompts))
-        each = zip(prompts, checked, priorities, adapters or [None] * len(prompts), strict=True)
-        return [OfflineRequest(p, a, self._seeds.next(a), i, adapter) for p, a, i, adapter in each]
+        each = zip(prompts, checked, priorities, adapters or [()] * len(prompts), strict=True)
+        return [OfflineRequest(p, a, self._seeds.next(a), i, own) for p, a, i, own in each]
 
     def tokenizer(self) -> LLMTokenizer:
         if self._tokenizer is None:

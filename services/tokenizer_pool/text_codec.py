@@ -32,7 +32,7 @@ from blockyard.shared.messages import (
     TokenizerDescription,
     TokenizeTexts,
 )
-from blockyard.shared.token_ids import first_outside, num_ids, pack, unpack
+from blockyard.shared.token_ids import first_outside, num_ids, pack, unpack, virtual_ids
 
 T = TypeVar("T")
 
@@ -168,7 +168,7 @@ class TextCodec:
         return Tokenized(
             request.request_id,
             data,
-            block_hashes(root, data, self._config.block_size),
+            block_hashes(root, virtual_ids(request.num_virtual_tokens) + data, self._config.block_size),
             self._bad_words(request.bad_words),
             text,
             [self._tokenizer.id_to_token(i) or "" for i in unpack(data)] if request.want_pieces else [],

@@ -1,17 +1,22 @@
-"""The flags of LoRA adapters: what workers hold, which adapters a server begins with, and flags without an effect."""
+"""The flags of adapters: what workers hold, which adapters a server begins with, and flags without an effect."""
 
 import os
 
 import msgspec
 
 from blockyard.shared.config.parsed_flags import Values
-from blockyard.shared.config.services.lora import AdapterSettings, AdapterSource, LoraConfig
+from blockyard.shared.config.services.lora import AdapterSettings, AdapterSource, LoraConfig, PromptConfig
 from blockyard.shared.errors import ConfigError
 
 MODULES = "lora-modules"
 QLORA = "qlora-adapter-name-or-path"
-ENABLING = (MODULES, QLORA, "enable-lora")  # each of these flags alone makes workers serve adapters
-# flags that do nothing without adapters
+PROMPTS = "prompt-adapters"
+ENABLING = (MODULES, QLORA, "enable-lora")  # each of these flags alone makes workers serve LoRA adapters
+ENABLING_PROMPTS = (PROMPTS, "enable-prompt-adapter")  # ... and prompt adapters
+LONG = "long-lora-scaling-factors"
+MOST_TOKENS = "max-prompt-adapter-token"
+OF_PROMPTS = ("max-prompt-adapters", MOST_TOKENS)  # flags that do nothing without prompt adapters
+# flags that do nothing without LoRA adapters
 OF_ADAPTERS = (
     "max-loras",
     "max-lora-rank",
@@ -23,6 +28,7 @@ OF_ADAPTERS = (
     "lora-max-wait",
     "enable-lora-bias",
     "fully-sharded-loras",
+    LONG,
 )
 MOST_SHOWN = 80  # characters of a wrong value
 
@@ -57,7 +63,40 @@ def worker_config(values: Values) -> LoraConfig | None:
         extra_vocab_size=values.get("lora-extra-vocab-size", int),
         fully_sharded=values.get("fully-sharded-loras", bool),
         target_modules=[str(name) for name in values.get("lora-target-modules", list)],
+        long_factors=_long_factors(values),
     )
+
+
+def _long_factors(values: Values) -> list[int]:
+    given = values.maybe(LONG, str) or ""
+    try:
+        factors = [float(one) for one in given.strip("()[] ").replace(",", " ").split()]
+    except ValueError as e:
+        raise ConfigError(f"{values.where(LONG)} {given}: numbers are expected, such as 2,4") from e
+    if wrong := [one for one in factors if one < 2 or one != int(one)]:
+        raise ConfigError(f"{values.where(LONG)} {given}: {wrong[0]:g} is not a whole number of at least 2")
+    return sorted({int(one) for one in factors})
+
+
+def serves_prompts(values: Values) -> bool:
+    """Whether the workers serve prompt adapters: --prompt-adapters implies it."""
+    return any(values[name] for name in ENABLING_PROMPTS)
+
+
+def prompt_config(values: Values) -> PromptConfig | None:
+    """Returns a worker's limits of prompt adapters; None without them. Raises ConfigError."""
+    if not serves_prompts(values):
+        return None
+    most, max_tokens = values.get("max-prompt-adapters", int), values.get(MOST_TOKENS, int)
+    if max_tokens == 0:
+        name = next(name for name in ENABLING_PROMPTS if values[name])
+        raise ConfigError(f"{values.where(name)}: needs --{MOST_TOKENS}, the most virtual tokens of an adapter")
+    if (num := len(values.get(PROMPTS, list))) > most:
+        raise ConfigError(f"{values.where(PROMPTS)}: {num} adapters; --max-prompt-adapters is {most}")
+    for flag in ("tensor-parallel-size", "pipeline-parallel-size"):
+        if (number := values.get(flag, int)) > 1:
+            raise ConfigError(f"{values.where(flag)} {number}: not built yet with prompt adapters")
+    return PromptConfig(max_adapters=most, max_tokens=max_tokens)
 
 
 def scheduler_settings(values: Values, sources: list[AdapterSource]) -> AdapterSettings:
@@ -70,12 +109,13 @@ def sources(values: Values) -> list[AdapterSource]:
     found = [_read(str(given), values) for given in values.get(MODULES, list)]
     if (qlora := values.maybe(QLORA, str)) is not None:
         found.append(AdapterSource(name=qlora, path=qlora))
+    found += [_read_pair(str(given), PROMPTS, values, is_prompt=True) for given in values.get(PROMPTS, list)]
     served = values.get("served-model-name", list) or [values.get("model", str)]
     names = set[str](served)
     for source in found:
         if source.name in names:
             what = "the name of the model itself" if source.name in served else "given twice"
-            raise ConfigError(f"{values.where(MODULES)}: {source.name!r} is {what}")
+            raise ConfigError(f"{values.where(PROMPTS if source.is_prompt else MODULES)}: {source.name!r} is {what}")
         names.add(source.name)
     return found
 
@@ -89,10 +129,17 @@ def check_folder(values: Values) -> None:
 
 def notes(values: Values) -> list[str]:
     """Returns a line for flags that have no effect."""
-    given = [name for name in OF_ADAPTERS if values.is_given(name)]
-    if are_enabled(values) or not given:
-        return []
-    return [f"{', '.join(f'--{name}' for name in given)}: nothing without --enable-lora"]
+    found = []
+    serves_lora, has_prompts = are_enabled(values), serves_prompts(values)
+    of_lora = [name for name in OF_ADAPTERS if not (name == "lora-dir" and has_prompts)]  # it has folders of both
+    for names, is_on, enabling in (
+        (of_lora, serves_lora, "enable-lora"),
+        (OF_PROMPTS, has_prompts, "enable-prompt-adapter"),
+    ):
+        given = [name for name in names if values.is_given(name)]
+        if given and not is_on:
+            found.append(f"{', '.join(f'--{name}' for name in given)}: nothing without --{enabling}")
+    return found
 
 
 def _read(given: str, values: Values) -> AdapterSource:
@@ -103,11 +150,20 @@ def _read(given: str, values: Values) -> AdapterSource:
         except msgspec.DecodeError as e:
             raise ConfigError(f"{where}: {given[:MOST_SHOWN]!r}: {e}") from e
         source = AdapterSource(name=module.name, path=module.path, parent=module.base_model_name or "")
-    else:
-        name, sign, path = given.partition("=")
-        if not sign:
-            raise ConfigError(f"{where}: {given[:MOST_SHOWN]!r} is neither name=path nor a JSON object")
-        source = AdapterSource(name=name.strip(), path=path.strip())
+        return _checked(source, given, where)
+    return _read_pair(given, MODULES, values, or_else=" nor a JSON object")
+
+
+def _read_pair(given: str, flag: str, values: Values, or_else: str = "", *, is_prompt: bool = False) -> AdapterSource:
+    """Reads name=path. or_else: what else the text might be."""
+    where = values.where(flag)
+    name, sign, path = given.partition("=")
+    if not sign:
+        raise ConfigError(f"{where}: {given[:MOST_SHOWN]!r} is {'neither' if or_else else 'not'} name=path{or_else}")
+    return _checked(AdapterSource(name=name.strip(), path=path.strip(), is_prompt=is_prompt), given, where)
+
+
+def _checked(source: AdapterSource, given: str, where: str) -> AdapterSource:
     if not source.name or not source.path:
         raise ConfigError(f"{where}: {given[:MOST_SHOWN]!r} has no name or no path")
     return source

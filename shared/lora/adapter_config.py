@@ -148,6 +148,8 @@ def parse_config(content: bytes) -> ParsedConfig:
 
 def _refuse(fields: Mapping[str, Any]) -> None:
     kind = fields.get("peft_type", "LORA")
+    if kind in ("PROMPT_TUNING", "P_TUNING"):
+        raise AdapterError(f"{CONFIG_FILE}: peft_type {kind!r} is a prompt adapter, not a LoRA adapter")
     if kind != "LORA":
         raise AdapterError(f"{CONFIG_FILE}: peft_type {kind!r} is not served; LORA is")
     for name, harmless in REFUSED.items():

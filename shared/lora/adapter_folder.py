@@ -62,14 +62,19 @@ def _read_header(path: Path) -> dict[str, HeaderTensor]:
     return found
 
 
-def read_config(folder: Path) -> tuple[bytes, ParsedConfig]:
-    """Returns the bytes of the config, and what they say. Raises AdapterError with the path of the file."""
+def read_config_bytes(folder: Path) -> bytes:
+    """Returns the bytes of the config. Raises AdapterError with the path of the file."""
     path = folder / CONFIG_FILE
     if not folder.is_dir():
         raise AdapterError(f"{folder} is no folder")
     if not path.is_file():
         raise AdapterError(f"{folder} has no {CONFIG_FILE}")
-    content = read_whole(path, MAX_CONFIG_BYTES)
+    return read_whole(path, MAX_CONFIG_BYTES)
+
+
+def read_config(folder: Path) -> tuple[bytes, ParsedConfig]:
+    """Returns the bytes of the config, and what they say. Raises AdapterError with the path of the file."""
+    content = read_config_bytes(folder)
     try:
         return content, parse_config(content)
     except AdapterError as e:

@@ -10,6 +10,7 @@ class LoadAdapter(Frame, frozen=True):
     adapter: int  # number that this scheduler gives it: other bytes have another number
     name: str
     path: str
+    is_prompt: bool = False  # a prompt adapter; False: a LoRA adapter
 
 
 class DropAdapter(Frame, frozen=True):
@@ -26,6 +27,8 @@ class AdapterLoaded(Frame, frozen=True):
     size_bytes: int = 0  # of its matrices
     error: str = ""  # why it cannot be served; empty: it is in host memory
     notes: list[str] = []
+    num_virtual_tokens: int = 0  # of a prompt adapter
+    max_len: int = 0  # tokens of its longest sequence, if it is for longer contexts than the model; 0: it is not
 
 
 class AdapterPlaced(FrameStruct, frozen=True):
@@ -43,3 +46,11 @@ class AdapterCard(FrameStruct, frozen=True):
     parent: str  # name of its base model
     digest: bytes
     created: int = 0  # seconds since the epoch
+    num_virtual_tokens: int = 0  # of a prompt adapter: they are before each prompt; 0: it is a LoRA adapter
+
+    max_len: int = 0  # tokens of its longest sequence, if it is for longer contexts than the model; 0: it is not
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether it is a prompt adapter."""
+        return self.num_virtual_tokens > 0

@@ -37,6 +37,7 @@ class Control(Frame, frozen=True):
     adapter_path: str = ""  # load: of its folder
     replace: bool = False  # load: the name may be in use; running requests finish with the adapter that they began with
     first_use: bool = False  # load: a request names it, and no operator; what an operator has unloaded stays unknown
+    is_prompt: bool = False  # it is a prompt adapter; False: a LoRA adapter
 
 
 class Controlled(Frame, frozen=True):

@@ -1,5 +1,7 @@
 """Members <-> message bus: the membership list, with each member's role, state and counters."""
 
+import msgspec
+
 from blockyard.shared.messages.adapters import AdapterCard
 from blockyard.shared.messages.base import Frame, FrameStruct, Role
 from blockyard.shared.messages.kv_transfer import KVRole
@@ -26,17 +28,25 @@ class ModelCard(FrameStruct, frozen=True):
     settings: ModelSettings = ModelSettings()
     pooling: PoolingCard | None = None  # None: the model generates text
     adapters: list[AdapterCard] = []  # that requests may name as their model
-    adapter: AdapterCard | None = None  # that one request names; never on a scheduler's own card
+    adapter: AdapterCard | None = None  # a LoRA adapter that one request names; never on a scheduler's own card
+    prompt_adapter: AdapterCard | None = None  # ... and a prompt adapter
 
     @property
     def answer_name(self) -> str:
         """The model as an answer names it."""
-        return self.names[0] if self.adapter is None else self.adapter.name
+        return self.names[0] if self.named_adapter is None else self.named_adapter.name
 
     @property
-    def adapter_digest(self) -> bytes:
-        """Of the request's adapter; empty: it has none."""
-        return b"" if self.adapter is None else self.adapter.digest
+    def named_adapter(self) -> AdapterCard | None:
+        """The adapter that a request names as its model."""
+        return self.adapter or self.prompt_adapter
+
+    def with_adapter(self, adapter: AdapterCard) -> "ModelCard":
+        """The card of a request that names an adapter. Virtual tokens take room of its context."""
+        if not adapter.is_prompt:
+            return msgspec.structs.replace(self, adapter=adapter, max_model_len=adapter.max_len or self.max_model_len)
+        length = self.max_model_len - adapter.num_virtual_tokens
+        return msgspec.structs.replace(self, prompt_adapter=adapter, max_model_len=length)
 
 
 class RefusalCount(FrameStruct, frozen=True):

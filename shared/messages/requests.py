@@ -133,8 +133,10 @@ class Generate(Frame, frozen=True):
     ] = []  # `block_hashes` contain them, and hashes of generated blocks will
     batch_line: bool = False  # of a batch file: it waits behind every online request, and gives way to them
     kv_transfer_params: bytes = b""  # JSON object, for the connector of KV transfers
-    adapter: str = ""  # name of the adapter; empty: the model itself
+    adapter: str = ""  # name of the LoRA adapter; empty: the model itself
     adapter_digest: bytes = b""  # of its bytes, which `block_hashes` contain
+    prompt_adapter: str = ""  # name of the prompt adapter; empty: none. Gateways leave out its virtual tokens
+    prompt_adapter_digest: bytes = b""  # as `adapter_digest`; `block_hashes` begin with its virtual tokens
 
 
 class Cancel(Frame, frozen=True):

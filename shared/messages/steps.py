@@ -44,6 +44,8 @@ class Geometry(FrameStruct, frozen=True):
     # with stages: tokens before a token of a prompt of which attention costs as much as the token's matrix products; 0:
     # unknown, or no layer attends to all
     balanced_context: int = 0
+    num_prompt_adapters: int = 0  # that it holds at a time; 0: it serves none
+    base_len: int = 0  # longest sequence without an adapter for longer contexts; 0: `max_model_len`
 
     @property
     def vector_size(self) -> int:
@@ -91,6 +93,8 @@ class SlotStart(FrameStruct, frozen=True):
     has_text: bool = True  # False: no token is sampled, and the result is a vector
     pooled: PooledStart | None = None  # None with `has_text` False: as the model's settings say
     adapter_place: int | None = None  # of the adapter that its tokens are computed with; None: with none
+    prompt_adapter: int | None = None  # whose vectors are the input of the first tokens; None: each token is its id
+    num_virtual_tokens: int = 0  # leading tokens of the prompt that are no tokens of the client
 
 
 class SlotBlocks(FrameStruct, frozen=True):

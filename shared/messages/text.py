@@ -39,7 +39,8 @@ class Tokenize(Frame, frozen=True):
     suffix: str | None = None  # the text behind the hole that follows `text`; both are cut to `max_tokens`
     want_offsets: bool = False  # return where each token is in the text
     want_assistant_mask: bool = False  # of messages: return which tokens the template marks as the assistant's
-    adapter_digest: bytes = b""  # of the adapter's bytes: its blocks are no other's
+    adapter_digest: bytes = b""  # of the adapters' bytes: their blocks are no others'
+    num_virtual_tokens: int = 0  # of a prompt adapter: its blocks begin with them, and `token_ids` do not
 
 
 class Tokenized(Frame, frozen=True):

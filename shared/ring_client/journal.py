@@ -88,7 +88,8 @@ class JournalEntry(OpenEntry):
         `num_returned`: choices returned to the client; None: all. `hides_output`: its one token is sampled for the
         log-probabilities of the prompt, and counts nowhere.
         """
-        super().__init__(request.request_id, request.model, now, request.adapter)
+        adapters = [name for name in (request.adapter, request.prompt_adapter) if name]
+        super().__init__(request.request_id, request.model, now, adapters)
         self.request = request
         self.choices = choices
         self.owner = owner

@@ -25,10 +25,7 @@ class LostAdapters:
         missing = {adapter.name: adapter for adapter in before.adapters if adapter.name not in known}
         if missing:
             self._missing[scheduler], self._until[scheduler] = missing, until
-            self._commands += [
-                (scheduler, Control(REQUEST + name, ControlVerb.LOAD_ADAPTER, adapter=name, adapter_path=adapter.root))
-                for name, adapter in missing.items()
-            ]
+            self._commands += [(scheduler, _load(adapter)) for adapter in missing.values()]
 
     def take_commands(self) -> list[tuple[int, Control]]:
         """What to send, each to its scheduler."""
@@ -60,3 +57,8 @@ class LostAdapters:
     def tick(self, now: float) -> None:
         for scheduler in [one for one, until in self._until.items() if now > until]:
             self.gone(scheduler)
+
+
+def _load(adapter: AdapterCard) -> Control:
+    verb, name = ControlVerb.LOAD_ADAPTER, adapter.name
+    return Control(REQUEST + name, verb, adapter=name, adapter_path=adapter.root, is_prompt=adapter.is_prompt)

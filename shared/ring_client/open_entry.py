@@ -1,5 +1,7 @@
 """What all open requests have in common: their attempts, where they are, and when something was heard of them."""
 
+from collections.abc import Sequence
+
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Frame
 
@@ -13,9 +15,9 @@ class TokensMissing(Exception):
 class OpenEntry:
     """One open request. Subclasses know what it asks, and what of the answer is there."""
 
-    def __init__(self, request_id: str, model: str, now: float, adapter: str = "") -> None:
-        """now: arrival of the client's request. adapter: name of an adapter of the model; empty: none."""
-        self.request_id, self.model, self.adapter = request_id, model, adapter
+    def __init__(self, request_id: str, model: str, now: float, adapters: Sequence[str] = ()) -> None:
+        """now: arrival of the client's request. adapters: names of adapters of the model."""
+        self.request_id, self.model, self.adapters = request_id, model, adapters
         self.attempt = 0
         self.scheduler: int | None = None  # incarnation; None while no scheduler is ready
         self.detokenizer: int | None = None

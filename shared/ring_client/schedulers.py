@@ -34,7 +34,7 @@ class Served(msgspec.Struct, frozen=True):
                 return card
             for adapter in card.adapters:
                 if model == adapter.name:
-                    return msgspec.structs.replace(card, adapter=adapter)
+                    return card.with_adapter(adapter)
         if model in self.expected or not (self.expected or cards):
             raise not_ready(f"the model `{model}`")
         raise RequestError(f"The model `{model[:200]}` does not exist.", "model", 404, code=MODEL_NOT_FOUND)
@@ -95,10 +95,10 @@ class Schedulers:
         """The card for a request's `model`; without one, the only model there is. Raises RequestError."""
         return self.served().card(model)
 
-    def of(self, model: str, adapter: str = "") -> list[int]:
-        """The schedulers of a model that serve an adapter, if one is named, as far as they have it already."""
+    def of(self, model: str, *adapters: str) -> list[int]:
+        """The schedulers of a model that have the adapters, if some are named, already."""
         found = [i for i, m in self._schedulers.items() if m.card is not None and model in m.card.names]
-        return [i for i in found if not self.lost_adapters.waits(i, adapter)] if adapter else found
+        return [i for i in found if not any(self.lost_adapters.waits(i, one) for one in adapters)]
 
     def heard(self, scheduler: int, capacity: QueueCapacity, now: float) -> None:
         self._capacities[scheduler] = (capacity, now)

@@ -165,7 +165,7 @@ class StatusEndpoints:
         if VERSION_HEADER in request.headers:
             return json_response(model_page(cards))
         models = [_model(card, name) for card in cards for name in card.names]
-        models += [_adapter(card, one) for card in cards for one in card.adapters]
+        models += [_adapter(card.with_adapter(one), one) for card in cards for one in card.adapters]
         return json_response(ModelList("list", models))
 
     async def model(self, request: web.Request) -> web.Response:
@@ -174,8 +174,8 @@ class StatusEndpoints:
         if not any(name in card.names for card in schedulers.cards()):
             name = name.rstrip("/")
         card = schedulers.card(name)
-        if card.adapter is not None and VERSION_HEADER not in request.headers:
-            return json_response(_adapter(card, card.adapter))
+        if card.named_adapter is not None and VERSION_HEADER not in request.headers:
+            return json_response(_adapter(card, card.named_adapter))
         return json_response(model_info(card, name) if VERSION_HEADER in request.headers else _model(card, name))
 
     async def health(self, _: web.Request) -> web.Response:

@@ -19,6 +19,7 @@ from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import DEFAULT_SAMPLING, ModelCard, RepetitionDetection, Tokenize
 from blockyard.shared.ring_client.request_fields import limits
+from blockyard.shared.ring_client.request_fields.adapter_fields import tokenize_fields
 from blockyard.shared.ring_client.request_fields.choices import Choices, read_choices
 from blockyard.shared.ring_client.request_fields.engine_fields import (
     read_kv_transfer_params,
@@ -298,10 +299,9 @@ def _generate_request(
         options=options,
         prompts=[
             msgspec.structs.replace(
-                p,
+                tokenize_fields(p, card),
                 bad_words=bad_words,
                 cache_salt=salt,
-                adapter_digest=card.adapter_digest,
                 max_tokens=p.max_tokens if truncate is None else 0,
                 grammar=grammar.grammar if grammar is not None else None,
                 reasoning_end=reasoning_end,

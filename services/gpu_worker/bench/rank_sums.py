@@ -29,12 +29,8 @@ from blockyard.shared.messages.rank_bench import DeviceRates, SumTime
 from blockyard.shared.process import pipes, settings
 
 if torch.cuda.is_available():
-    # they import Triton, which comes only with CUDA builds of torch
-    from blockyard.services.gpu_worker.parallel.peer_memory import PeerMemory
-    from blockyard.services.gpu_worker.parallel.peer_sums import HALF_BYTES, PeerSums
-    from blockyard.services.gpu_worker.parallel.sum_measurement import SumMeasurement
-    from blockyard.services.gpu_worker.parallel.sum_table import SIZES
-    from blockyard.services.gpu_worker.parallel.symmetric_sums import SymmetricSums
+    # it imports Triton, which comes only with CUDA builds of torch
+    from blockyard.services.gpu_worker.parallel.sum_measurement import choose_sums
 
 MODULE = "blockyard.services.gpu_worker.bench.rank_sums"
 HIDDEN, DTYPE = 4096, torch.bfloat16  # of a row
@@ -98,7 +94,11 @@ class GpuRank:
         stores = GroupStores(Meeting(folder))
         found = {name: connect_gpus(shard, stores, name, self.device) for name in ("NCCL", CHOICE)}
         with torch.inference_mode():
-            found[CHOICE].kernels = choose_sums(found[CHOICE], stores.folder_of(CHOICE), self.device)
+            found[CHOICE].kernels = choose_sums(
+                *(found[CHOICE], stores.folder_of(CHOICE), HIDDEN, DTYPE),
+                _note if shard.rank == 0 else lambda line: None,
+                in_order=False,
+            )
         return found
 
     def rates(self) -> DeviceRates:
@@ -163,23 +163,8 @@ def run_rank(shard: Shard, folder: Path, rank: RankDevice, sizes: Sequence[int])
                     _tell(SumTime(name, part.nbytes, alone_s, normed_s))
 
 
-def choose_sums(ranks: RankGroup, folder: Path, device: torch.device) -> "PeerSums | None":
-    """Measures how ranks of a worker would sum, as at its start. None: no GPU reaches another's memory."""
-    try:
-        memory = PeerMemory(ranks, device, HALF_BYTES)
-    except OSError as e:
-        print(f"rank {ranks.rank} sums by NCCL alone: {e}", file=sys.stderr)
-        return None
-    symmetric = None
-    try:
-        symmetric = SymmetricSums(ranks.shard, folder, device, SIZES[-1])
-    except RuntimeError as e:
-        print(f"rank {ranks.rank} has no symmetric memory: {str(e).splitlines()[0]}", file=sys.stderr)
-    shared = symmetric if ranks.least(int(symmetric is not None)) else None
-    found = SumMeasurement(ranks, memory, shared, HIDDEN, DTYPE).quickest()
-    if ranks.is_leader:
-        print(found.describe(), file=sys.stderr)
-    return found
+def _note(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def _replay_s(graph: torch.cuda.CUDAGraph) -> float:

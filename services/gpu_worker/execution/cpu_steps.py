@@ -137,7 +137,8 @@ class CpuSteps:
             blocks, positions % size, tables, counts, lengths, step.owners, step.rows.num_decodes
         )
         token_ids = torch.from_numpy(table.token_ids[rows, positions])
-        return Step(token_ids, torch.from_numpy(positions), attend)
+        vectors = self._batch.input_vectors(rows, positions) if step.rows.has_prefill else None
+        return Step(token_ids, torch.from_numpy(positions), attend, vectors=vectors)
 
     def _sample_some(
         self, step: StepRequest, hidden: Tensor, lengths: Ints, places: Ints, prompts: Sequence[ScoredRows]

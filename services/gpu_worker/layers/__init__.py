@@ -27,7 +27,8 @@ Where a rank's share goes: `LinearSpec.split` and the units of its parts say how
 takes the share of its `Shard` (parallel/shares.py). A product with `Linear.is_partial` is still to be summed: layers
 hand it on as `delta`, and `FusedOps` of a table with `ranks` sum it before they do anything else with it.
 
-- `adapter_rows.AdapterRows`: which adapter each row of a step has.
+- `adapter_rows.AdapterRows`: which adapter each row of a step has. `long_rotations`: the rotations of those for longer
+  contexts.
 
 Where an adapter's rows go: `Linear.spec` has the names of the parts and their rows, and `Linear.adapt` adds to each
 product in steps with adapters (`lora/`). Other steps run the kernels that they run without. `Linear.join` puts the

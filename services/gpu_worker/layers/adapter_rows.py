@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor
 
+from blockyard.services.gpu_worker.layers.long_rotations import LongRotations
+
 NO_PLACE = -1  # of a row without an adapter
 
 
@@ -15,6 +17,13 @@ class AdapterRows:
     def __init__(self) -> None:
         self._places: Tensor | None = None
         self._groups: list[tuple[int, Tensor | None]] | None = None
+        self.long_rotations: LongRotations | None = None  # None: no adapter is for longer contexts than the model
+
+    def rotated(self, positions: Tensor) -> Tensor:
+        """The rows of rotation tables for positions [tokens]."""
+        if self._places is None or self.long_rotations is None:
+            return positions
+        return self.long_rotations.rows_of(positions, self._places)
 
     @property
     def is_active(self) -> bool:

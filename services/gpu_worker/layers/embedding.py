@@ -12,6 +12,7 @@ from blockyard.services.gpu_worker.layers.norm import Norm
 from blockyard.services.gpu_worker.loading.linear_spec import Rows, Split, part
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
+from blockyard.services.gpu_worker.step import InputVectors
 
 HEAD = "lm_head"
 
@@ -32,30 +33,37 @@ class TokenEmbedding:
 
     def __init__(
         self, layers: LinearLayers, name: str, vocab_size: int, width: int, factor: float = 1.0,
-        project: Linear | None = None, norm: Norm | None = None,
+        project: Linear | None = None, norm: Norm | None = None, *, scales_vectors: bool = False,
     ) -> None:  # fmt: skip
         """factor: of the embeddings, not of the output matrix that shares their weight. project: from `width` to the
-        hidden size; None: both are the same. norm: of the embeddings, before the first layer; None: they have none."""
+        hidden size; None: both are the same. norm: of the embeddings, before the first layer; None: they have none.
+        scales_vectors: the factor is one of vectors in the place of embeddings, too."""
         self.name, self.has_tied_head = name, False
         self._adapted: AdaptedEmbedding | None = None
         self._place = partial(_place_embedding, name, vocab_size, width)
         stage = layers.table.stage
         self.weight = self._place(layers) if stage is None or stage.is_first else _absent(width)
         self.vocab_size, self._factor, self._project, self._norm = vocab_size, factor, project, norm
+        self._scales_vectors = scales_vectors or factor == 1.0
         self._ranks = layers.table.ranks
         self.own_tokens = Rows(vocab_size, vocab_size).share(layers.table.shard)  # this rank has their rows
 
     def linears(self) -> list[Linear]:
         return [] if self._project is None else [self._project]
 
-    def __call__(self, token_ids: Tensor) -> Tensor:
+    def __call__(self, token_ids: Tensor, vectors: InputVectors | None = None) -> Tensor:
         adapted = self._adapted if self._adapted is not None and self._adapted.is_active else None
         found = self._find(token_ids, adapted)
+        if vectors is not None and self._scales_vectors:
+            vectors.put(found)
         if self._project is not None:
             found = self._project(found)
         if self._norm is not None:
             found = self._norm(found)
-        return found if self._factor == 1.0 else found.mul_(self._factor)
+        found = found if self._factor == 1.0 else found.mul_(self._factor)
+        if vectors is not None and not self._scales_vectors:
+            vectors.put(found)
+        return found
 
     def adapt(self, adapted: AdaptedEmbedding) -> None:
         """Lets adapters change embeddings, in steps in which it is active."""

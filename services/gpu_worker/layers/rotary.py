@@ -37,13 +37,22 @@ class RotaryEmbedding:
         self.factor = check_rotations(rope, head_dim, max_positions)  # of cos and sin
         self._rope, self._head_dim, self._trained_positions = rope, head_dim, max_positions
         self.max_positions = extended_length(rope, max_positions)
-        self._table: Tensor | None = None  # [positions, 1, head_dim / 2] complex64
+        self.rope_type = rope.rope_type
+        self._table: Tensor | None = None  # [positions, 1, head_dim / 2] complex64, of each linear factor in turn
         self._query_scales: Tensor | None = None  # [positions, 1, 1]
 
-    def prepare(self, max_model_len: int, device: torch.device, dtype: torch.dtype) -> list[str]:
-        """Computes the tables for sequences of up to this length. Returns lines about choices that follow from it."""
-        table = rotation_table(self._rope, self._head_dim, self._trained_positions, max_model_len)
-        self._table = table.unsqueeze(1).to(device)
+    def prepare(
+        self, max_model_len: int, device: torch.device, dtype: torch.dtype, long_factors: Sequence[int] = ()
+    ) -> list[str]:
+        """Computes the tables for sequences of up to this length. Returns lines about choices that follow from it.
+
+        long_factors: the table goes on with positions that are divided by each of these.
+        """
+        parts = [
+            rotation_table(self._rope, self._head_dim, self._trained_positions, max_model_len, factor)
+            for factor in (1, *long_factors)
+        ]
+        self._table = torch.cat(parts).unsqueeze(1).to(device)
         beta, trained = self._rope.llama_4_scaling_beta, self._rope.original_max_position_embeddings
         if beta is not None and trained is not None:
             grown = 1 + beta * torch.log1p(torch.arange(max_model_len).div(trained, rounding_mode="floor"))
@@ -104,8 +113,24 @@ class LayerRotations:
         """Returns the rotations of these layers alone."""
         return LayerRotations(self._layers[layers.start : layers.stop])
 
-    def prepare(self, max_model_len: int, device: torch.device, dtype: torch.dtype) -> list[str]:
-        return [line for rotary in self._kinds for line in rotary.prepare(max_model_len, device, dtype)]
+    @property
+    def takes_factors(self) -> bool:
+        """Whether linear factors of adapters for longer contexts have a meaning: all rotations are plain or linear."""
+        return bool(self._kinds) and all(
+            isinstance(rotary, RotaryEmbedding) and rotary.rope_type in ("default", "linear") for rotary in self._kinds
+        )
+
+    def prepare(
+        self, max_model_len: int, device: torch.device, dtype: torch.dtype, long_factors: Sequence[int] = ()
+    ) -> list[str]:
+        """long_factors: see `RotaryEmbedding`; none unless `takes_factors`."""
+        lines: list[str] = []
+        for rotary in self._kinds:
+            if isinstance(rotary, RotaryEmbedding):
+                lines += rotary.prepare(max_model_len, device, dtype, long_factors)
+            else:
+                lines += rotary.prepare(max_model_len, device, dtype)
+        return lines
 
     def tensors(self) -> list[Tensor]:
         """What `prepare` has made."""
@@ -126,8 +151,10 @@ def extended_length(rope: RopeParameters | None, max_positions: int) -> int:
     return int(max_positions * rope.factor)
 
 
-def rotation_table(rope: RopeParameters, head_dim: int, max_positions: int, length: int) -> Tensor:
+def rotation_table(rope: RopeParameters, head_dim: int, max_positions: int, length: int, divisor: int = 1) -> Tensor:
     """Returns the complex factors of q and k at each position, [length, head_dim / 2] complex64.
+
+    divisor: of positions.
 
     For "dynamic" the factors depend only on the position: up to `max_positions` they are unscaled, and after it they
     are scaled for a sequence that ends at the position. transformers computes the same when it generates token by
@@ -135,6 +162,7 @@ def rotation_table(rope: RopeParameters, head_dim: int, max_positions: int, leng
     """
     positions = torch.arange(length, dtype=torch.float32)
     inverse, scale = _frequencies(rope, rope.rotary_dim(head_dim), max_positions, length)
+    inverse = inverse / divisor
     angles = positions[:, None] * inverse
     rotated = torch.polar(torch.full_like(angles, scale), angles)
     return torch.cat((rotated, torch.ones(length, head_dim // 2 - rotated.shape[1], dtype=rotated.dtype)), 1)

@@ -2,6 +2,7 @@
 
 - `adapter_files` reads a PEFT folder; `module_tensors` assigns its tensors to modules.
 - `targets.ModelTargets` finds the layers of these modules, and brings B into the order of the layers' outputs.
+- `read_prompt` reads a folder of a prompt adapter, for `prompt_adapters`.
 - `read_modules` does the first in a child process (`reader_process`; `reader_client` is the worker's end), and
   `worker_adapters` the second in pieces between steps, which gives a `HostAdapter`.
 - `places.AdapterPlaces` adapts a model's layers (`Linear.adapt`, `UpProjection.adapt`) and holds an

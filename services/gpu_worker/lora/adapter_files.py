@@ -36,15 +36,19 @@ def read_folder(folder: Path) -> AdapterFiles:
     content, parsed = read_config(folder)
     path = weights_file(folder)
     weights = read_whole(path)
-    tensors = _tensors(path, weights)
+    return AdapterFiles(path, parsed.config, read_tensors(path, weights), digest_of(content, weights), parsed.notes)
+
+
+def digest_of(*files: bytes) -> bytes:
     digest = blake2b(digest_size=DIGEST_BYTES)
-    for part in (content, weights):  # lengths, so that no bytes move from one file to the other unseen
+    for part in files:  # lengths, so that no bytes move from one file to the other unseen
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
-    return AdapterFiles(path, parsed.config, tensors, digest.digest(), parsed.notes)
+    return digest.digest()
 
 
-def _tensors(path: Path, content: bytes) -> Mapping[str, Tensor]:
+def read_tensors(path: Path, content: bytes) -> Mapping[str, Tensor]:
+    """The tensors in the bytes of a file of weights. Raises AdapterError."""
     if path.name == SAFETENSORS:
         try:
             return load_safetensors(content)

@@ -151,7 +151,7 @@ class DevicePlaces:
         for layer, of_layer in adapter.deltas.items():
             deltas[layer] = [replace(one, a=moved(one.a), b=moved(one.b), bias=moved(one.bias)) for one in of_layer]
             yield
-        return HostAdapter(adapter.digest, deltas, memory=memory)
+        return replace(adapter, deltas=deltas, memory=memory)
 
     @torch.inference_mode()  # as the memory was made
     def put(self, place: int, adapter: HostAdapter) -> None:

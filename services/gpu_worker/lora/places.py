@@ -21,6 +21,8 @@ class HostAdapter:
     deltas: Deltas
     tokens: TokenDeltas | None = None  # of embedding and head
     joined: Mapping[int, JoinedDeltas] = field(default_factory=dict)  # of linear layers, on the CPU
+    long_factor: int = 1  # of the context, and of positions in rotations
+    max_len: int = 0  # tokens of its longest sequence; 0: as without it
     memory: Tensor | None = None  # that all matrices are views of, if they are copied to a device
 
     @property

@@ -15,6 +15,14 @@ from blockyard.shared.lora.adapter_config import AdapterConfig
 ALIGNED_BYTES = 64
 
 
+class PromptSettings(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Limits of prompt adapters."""
+
+    max_tokens: int
+    width: int
+    dtype: str
+
+
 class ReaderSettings(ControlFrame, frozen=True):
     """The first frame to a reader."""
 
@@ -22,6 +30,7 @@ class ReaderSettings(ControlFrame, frozen=True):
     max_rank: int
     with_bias: bool
     target_modules: list[str]
+    prompts: PromptSettings | None = None  # None: no prompt adapter is read
 
 
 class ReadFolder(ControlFrame, frozen=True):
@@ -29,6 +38,7 @@ class ReadFolder(ControlFrame, frozen=True):
 
     job: int
     path: str
+    is_prompt: bool = False  # a prompt adapter; False: a LoRA adapter
 
 
 class MemoryMapped(ControlFrame, frozen=True):
@@ -67,6 +77,16 @@ class FolderRead(ControlFrame, frozen=True):
     notes: list[str]
 
 
+class PromptRead(ControlFrame, frozen=True):
+    """A prompt adapter."""
+
+    job: int
+    vectors: bytes  # in the dtype of the settings ...
+    shape: list[int]  # ... [virtual tokens, width]
+    digest: bytes
+    notes: list[str]
+
+
 class FolderRefused(ControlFrame, frozen=True):
     """A broken adapter."""
 
@@ -75,7 +95,7 @@ class FolderRefused(ControlFrame, frozen=True):
 
 
 ToReader = ReaderSettings | ReadFolder | MemoryMapped
-FromReader = FolderRead | FolderRefused
+FromReader = FolderRead | PromptRead | FolderRefused
 
 
 def store_modules(modules: Sequence[ModuleTensors]) -> tuple[int, int, list[ModulePlaces]]:

@@ -19,11 +19,13 @@ from setproctitle import setproctitle
 
 from blockyard.services.gpu_worker.child_processes.frame_socket import FrameSocket
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, read_modules
+from blockyard.services.gpu_worker.lora.read_prompt import PromptLimits, read_prompt
 from blockyard.services.gpu_worker.lora.reader_frames import (
     FolderRead,
     FolderRefused,
     FromReader,
     MemoryMapped,
+    PromptRead,
     ReaderSettings,
     ReadFolder,
     ToReader,
@@ -50,16 +52,17 @@ def main(arguments: list[str]) -> None:
 def serve(frames: FrameSocket[ToReader]) -> None:
     """Answers until the worker has closed the socket."""
     limits: AdapterLimits | None = None
+    prompts: PromptLimits | None = None
     while frames.is_open:
         select.select([frames.sock], [frames.sock] if frames.has_unsent else [], [])
         for frame in frames.receive():
             if isinstance(frame, ReaderSettings):
-                limits = limits_of(frame)
+                limits, prompts = limits_of(frame), prompt_limits_of(frame)
             elif isinstance(frame, MemoryMapped):
                 os.close(frame.descriptor)
             elif isinstance(frame, ReadFolder):
                 assert limits is not None
-                frames.send(answer(frame, limits))
+                frames.send(answer(frame, limits, prompts))
 
 
 def limits_of(frame: ReaderSettings) -> AdapterLimits:
@@ -71,8 +74,19 @@ def limits_of(frame: ReaderSettings) -> AdapterLimits:
     )
 
 
-def answer(asked: ReadFolder, limits: AdapterLimits) -> FromReader:
+def prompt_limits_of(frame: ReaderSettings) -> PromptLimits | None:
+    given = frame.prompts
+    return None if given is None else PromptLimits(given.max_tokens, given.width, getattr(torch, given.dtype))
+
+
+def answer(asked: ReadFolder, limits: AdapterLimits, prompts: PromptLimits | None = None) -> FromReader:
+    """prompts: None: no prompt adapter is asked for."""
     try:
+        if asked.is_prompt:
+            assert prompts is not None
+            found = read_prompt(Path(asked.path), prompts)
+            vectors = found.vectors.contiguous().view(torch.uint8).numpy().tobytes()
+            return PromptRead(asked.job, vectors, list(found.vectors.shape), found.digest, found.notes)
         read = read_modules(Path(asked.path), limits)
         descriptor, size_bytes, places = store_modules(read.modules)
         return FolderRead(asked.job, descriptor, size_bytes, read.digest, read.config, places, read.notes)

@@ -10,6 +10,7 @@ from torch import Tensor
 from blockyard.services.gpu_worker.layers.embedding import HEAD
 from blockyard.services.gpu_worker.layers.latent.up_projection import UpProjection
 from blockyard.services.gpu_worker.layers.linear import Linear, Product
+from blockyard.services.gpu_worker.layers.long_rotations import FLAG
 from blockyard.services.gpu_worker.loading.checkpoint_names import bare
 from blockyard.services.gpu_worker.loading.linear_spec import MatrixPart, Split
 from blockyard.services.gpu_worker.lora.module_tensors import STACK_SUFFIX, STACKED, ModuleTensors, is_finite, listed
@@ -84,6 +85,7 @@ class ModelTargets:
         """whole: the declared model with all layers and experts; None: `model` has them all. fully_sharded: see
         `LayerShare`."""
         self._layers, self._table = adapted_layers(model), model.table
+        self.long_rotations, self._trained_len = model.adapter_rows.long_rotations, model.shape.max_positions
         self._shares = layer_shares(model, fully_sharded=fully_sharded)
         self._targets: dict[str, Target] = {}
         # by the name of their mixture: the layers of experts, with their numbers, and how many experts all ranks have
@@ -101,6 +103,18 @@ class ModelTargets:
             self._num_experts[found["stack"]] = max(number, self._num_experts.get(found["stack"], 0))
         head = self.find(HEAD)
         self.tokens = TokenTargets(model, None if head is None else (head.name, head.layer), self._has_name)
+
+    def long_context(self, context_length: int | None) -> tuple[int, int]:
+        """The factor of an adapter for so many tokens, and the length of its longest sequence; 1 and 0: the model's.
+
+        Raises AdapterError for one that is not served.
+        """
+        if self.long_rotations is not None:
+            factor = self.long_rotations.factor_of(context_length, self._trained_len)
+            return factor, self.long_rotations.max_len(factor, context_length)
+        if context_length is not None and context_length > self._trained_len:
+            raise AdapterError(f"context_length {context_length} is more than the model's {self._trained_len}: {FLAG}")
+        return 1, 0
 
     def find(self, module: str) -> Target | None:
         name = _key(module)

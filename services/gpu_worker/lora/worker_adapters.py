@@ -42,7 +42,8 @@ def arrange_modules(
     others = [module for module in read.modules if not module.is_of_tokens]
     deltas = yield from targets.arrange(others, limits.dtype, read.config, limits.max_rank)
     tokens = targets.tokens.arrange(of_tokens, read.config, limits.dtype, limits.max_rows)
-    return HostAdapter(read.digest, deltas, tokens)
+    factor, max_len = targets.long_context(read.config.context_length)
+    return HostAdapter(read.digest, deltas, tokens, long_factor=factor, max_len=max_len)
 
 
 class WorkerAdapters:
@@ -51,7 +52,7 @@ class WorkerAdapters:
     def __init__(
         self, targets: ModelTargets, places: AdapterPlaces, limits: AdapterLimits, reader: AdapterReader
     ) -> None:
-        self.places = places
+        self.places, self._long = places, targets.long_rotations
         self._targets, self._limits, self._reader = targets, limits, reader
         self._held: dict[int, HostAdapter] = {}  # by the scheduler's number
         self._asked: dict[int, tuple[int, str]] = {}  # adapters and their folders, by job
@@ -101,7 +102,9 @@ class WorkerAdapters:
     def place(self, placed: Sequence[AdapterPlaced]) -> None:
         """Call it at the launch of the plan that places them."""
         for one in placed:
-            self.places.put(one.place, self._held[one.adapter])
+            self.places.put(one.place, held := self._held[one.adapter])
+            if self._long is not None:
+                self._long.put(one.place, held.long_factor)
 
     def _pieces(self, read: ReadModules) -> Generator[None, None, HostAdapter]:
         adapter = yield from arrange_modules(read, self._targets, self._limits)
@@ -114,7 +117,8 @@ class WorkerAdapters:
         except StopIteration as e:
             held: HostAdapter = e.value
             self._held[one.adapter] = held
-            return LoadedAdapter(one.adapter, held.digest, held.size_bytes, notes=one.notes, job=one.job)
+            columns = (one.adapter, held.digest, held.size_bytes)
+            return LoadedAdapter(*columns, notes=one.notes, max_len=held.max_len, job=one.job)
         except AdapterError as e:
             return LoadedAdapter(one.adapter, error=f"{one.path}: {e}", job=one.job)
         except Exception as e:  # a broken adapter is no reason to end the worker

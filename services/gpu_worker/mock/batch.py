@@ -66,6 +66,7 @@ class MockSlot:
     lost: bool = False  # it started on blocks of a failed fetch: it produces no results
     num_passed: int = 0  # leading blocks outside of the window: they may have other owners
     has_text: bool = True
+    num_virtual: int = 0  # leading tokens of the prompt that are those of a prompt adapter
 
     def add_blocks(self, blocks: list[int]) -> None:
         self.blocks += blocks
@@ -207,6 +208,7 @@ class MockBatch:
             lost=lost,
             num_passed=passed,
             has_text=start.has_text,
+            num_virtual=start.num_virtual_tokens,
         )
         for block in found[passed:num_full]:
             self.owners.setdefault(block, set()).add(start.slot)
@@ -288,10 +290,10 @@ class MockBatch:
         return [token], None, None
 
     def _prompt_logprobs(self, slot: MockSlot, before: int) -> tuple[int, list[TokenLogprobs]]:
-        """Position p is scored by the logits of p - 1; position 0 by none."""
+        """Position p is scored by the logits of p - 1; the client's first token by none."""
         if slot.sampling.num_prompt_logprobs is None:
             return 0, []
-        first = max(before + 1, slot.prompt_logprobs_next)
+        first = max(before + 1, slot.prompt_logprobs_next, slot.num_virtual + 1)
         end = min(slot.num_computed + 1, len(slot.prompt))
         return first, [likeliest(slot.prompt[p], slot.sampling.num_prompt_logprobs) for p in range(first, end)]
 

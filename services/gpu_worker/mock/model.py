@@ -52,6 +52,7 @@ def describe(config: WorkerConfig) -> tuple[Geometry, Pattern]:
         pooling=_pooling_card(config, model, length),
         num_adapter_places=0 if config.lora is None else config.lora.max_loras,
         num_host_adapters=0 if config.lora is None else config.lora.max_cpu_loras,
+        num_prompt_adapters=0 if config.prompts is None else config.prompts.max_adapters,
     )
     if geometry.pooling is not None and not geometry.pooling.has_kv:
         most = max(config.max_num_batched_tokens, length)  # a text is one step's

@@ -33,7 +33,7 @@ class MockRunner:
     ) -> None:
         """make_memory: for KV transfers; None: there are none."""
         self.geometry, self.block_hashes = geometry, MockKV(geometry.block_size)
-        self.adapters = MockAdapters() if geometry.num_adapter_places else None
+        self.adapters = MockAdapters() if geometry.num_adapter_places or geometry.num_prompt_adapters else None
         self._memory = None if make_memory is None else make_memory(self.block_hashes, geometry.num_blocks)
         self._fatal_id = fatal_id
         self._pattern, self._step_s = pattern, step_s
@@ -101,6 +101,7 @@ class MockRunner:
             raise RuntimeError(f"the mock's device fails on id {self._fatal_id}")
         if self.adapters is not None:
             self.adapters.place(plan.adapters)
+            self.adapters.start(plan.starts)
         results = self._batch.step(plan)
         self.block_hashes.add(plan.full_blocks)
         if self._step_s:

@@ -13,12 +13,14 @@ from blockyard.services.gpu_worker.layers.embedding import LearnedPositions, Out
 from blockyard.services.gpu_worker.layers.fused_ops import ops_of
 from blockyard.services.gpu_worker.layers.latent.up_projection import UpProjection
 from blockyard.services.gpu_worker.layers.linear import Linear
+from blockyard.services.gpu_worker.layers.long_rotations import FLAG
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
 from blockyard.services.gpu_worker.layers.norm import NoNorm, Norm
 from blockyard.services.gpu_worker.layers.rotary import LayerRotations
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.interface import AdaptableParts, ModelShape
 from blockyard.services.gpu_worker.step import Step
+from blockyard.shared.errors import ConfigError
 
 
 class Decoder:
@@ -69,7 +71,11 @@ class Decoder:
             linear.prepare()
         if self._positions is not None and self._has_embedding:
             self._positions.prepare(max_model_len)
-        return self._rotations.prepare(max_model_len, self.table.device, self.table.dtype)
+        long = self.adapter_rows.long_rotations
+        factors = () if long is None else long.factors
+        if factors and not self._rotations.takes_factors:
+            raise ConfigError(f"{FLAG}: this model's positions are not rotated by plain or linear RoPE")
+        return self._rotations.prepare(max_model_len, self.table.device, self.table.dtype, factors)
 
     def linears(self) -> list[Linear]:
         layers = (linear for layer in self._layers for linear in layer.linears())
@@ -99,7 +105,7 @@ class Decoder:
     def forward(self, step: Step) -> Tensor:
         residual = self._embed(step) if step.hidden is None else step.hidden
         delta: Tensor | None = None
-        rotations = self._rotations(step.positions)
+        rotations = self._rotations(self.adapter_rows.rotated(step.positions))
         backend, last, needed = step.attend, self._layers[-1], step.logits_indices
         for layer, rotation in zip(self._layers, rotations, strict=True):
             if layer is last and needed is not None and self._has_head:  # behind its attention no other row is read
@@ -113,9 +119,7 @@ class Decoder:
         return self._ops.add_norm(residual, delta, self._norm if self._has_head else NoNorm())
 
     def _embed(self, step: Step) -> Tensor:
-        hidden = self._embedding(step.token_ids)
-        if step.vectors is not None:
-            step.vectors.put(hidden)
+        hidden = self._embedding(step.token_ids, step.vectors)
         if self._positions is not None:
             hidden.add_(self._positions(step.positions))
         return hidden

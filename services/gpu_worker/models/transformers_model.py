@@ -27,6 +27,7 @@ from blockyard.services.gpu_worker.layers.adapter_rows import AdapterRows
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
 from blockyard.services.gpu_worker.layers.fused_ops import find_ops
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers
+from blockyard.services.gpu_worker.layers.long_rotations import FLAG as LONG_FLAG
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
 from blockyard.services.gpu_worker.layers.rope_parameters import CHUNKED
 from blockyard.services.gpu_worker.loading.weights import WeightTable
@@ -108,6 +109,8 @@ class TransformersModel:
         self._no_mask: Tensor | None = None  # of four dimensions: transformers then makes none itself
 
     def prepare(self, max_model_len: int) -> list[str]:
+        if self.adapter_rows.long_rotations is not None:
+            raise ConfigError(f"{LONG_FLAG} is not built yet with --model-impl transformers")
         for linear in self._placed.linears:
             linear.prepare()
         for norm in self._placed.norms:

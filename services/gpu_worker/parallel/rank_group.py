@@ -49,9 +49,6 @@ class SumKernels(Protocol):
     ) -> Tensor | None:
         """See `RankGroup.sum_add_rms_norm`."""
 
-    def describe(self) -> str:
-        """Returns a line about what they sum."""
-
     def check(self) -> None:
         """Raises RankLostError if a kernel has given up waiting for another rank: its sums are wrong from then on."""
 

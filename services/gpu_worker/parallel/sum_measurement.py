@@ -1,17 +1,19 @@
 """Measures the ways to sum over ranks, at the start of a worker. Imports Triton."""
 
+import logging
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from blockyard.kernels.layers.add_rms_norm import add_rms_norm
 from blockyard.services.gpu_worker.parallel.peer_memory import PeerMemory
-from blockyard.services.gpu_worker.parallel.peer_sums import PeerSums
+from blockyard.services.gpu_worker.parallel.peer_sums import HALF_BYTES, PeerSums, SymmetricSums
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.parallel.sum_table import (
     SIZES,
@@ -21,7 +23,8 @@ from blockyard.services.gpu_worker.parallel.sum_table import (
     quickest,
     same_way,
 )
-from blockyard.services.gpu_worker.parallel.symmetric_sums import SymmetricSums
+
+log = logging.getLogger(__name__)
 
 CALLS, REPLAYS = 10, 5  # of a measurement: calls in a CUDA graph
 EPS = 1e-5
@@ -98,6 +101,34 @@ class SumMeasurement:
 
     def _takers(self, part: Tensor, *, has_norm: bool) -> dict[SumWay, PeerSums]:
         return {way: sums for way, sums in self._by_way.items() if sums.way(part, has_norm=has_norm) is way}
+
+
+def choose_sums(
+    group: RankGroup, folder: Path, width: int, dtype: torch.dtype, note: Callable[[str], None], *, in_order: bool
+) -> PeerSums | None:
+    """Collective. Returns what sums rows of this width beside NCCL; None: a GPU does not reach the memory of another.
+
+    folder: of the group alone. note: gets a line.
+    """
+    try:
+        memory = PeerMemory(group, group.device, HALF_BYTES)
+    except OSError as e:
+        note(f"sums of ranks: NCCL, because a GPU does not reach the memory of another: {e}")
+        return None
+    measurement = SumMeasurement(group, memory, _share_memory(group, folder), width, dtype)
+    sums = measurement.in_order() if in_order else measurement.quickest()
+    note(sums.describe())
+    return sums
+
+
+def _share_memory(group: RankGroup, folder: Path) -> SymmetricSums | None:
+    """Returns torch's sums, if all ranks can share memory in this way."""
+    found = None
+    try:
+        found = SymmetricSums(group.shard, folder, group.device, SIZES[-1])
+    except RuntimeError as e:
+        log.info("no symmetric memory: %s", str(e).splitlines()[0])
+    return found if group.least(int(found is not None)) else None
 
 
 def _time(group: RankGroup, call: Call, device: torch.device) -> float:

@@ -177,7 +177,8 @@ class HostRows:
         ids = table.token_ids[slot, : table.num_tokens[slot]]
         output = ids[state.num_prompt_tokens :]
         if row.processors:
-            x = self._thread.run(row.processors, ids[: state.num_prompt_tokens].tolist(), output.tolist(), x)
+            prompt = ids[state.num_virtual : state.num_prompt_tokens].tolist()
+            x = self._thread.run(row.processors, prompt, output.tolist(), x)
         if allowed is not None:
             x = x.masked_fill(~allowed, -math.inf)
         x = self._edited(x, row, len(ids), output.tolist() if row.words else [])
@@ -201,7 +202,7 @@ class HostRows:
 
     def _penalized(self, x: Tensor, state: Slot, ids: Ints, output: Ints) -> Tensor:
         sampling, x = state.sampling, x.clone()
-        seen = torch.from_numpy(np.unique(ids)).to(x.device)
+        seen = torch.from_numpy(np.unique(ids[state.num_virtual :])).to(x.device)
         part = x[seen]
         by = sampling.repetition_penalty
         x[seen] = torch.where(part > 0, part / by, part * by)

@@ -121,11 +121,12 @@ class DeviceLogitsEdits:
         row = self._rows.get(slot)
         if row is None:
             return
-        ids = torch.from_numpy(table.token_ids[slot, : table.num_tokens[slot]].copy())
+        state = table.slots[slot]
+        ids = torch.from_numpy(table.token_ids[slot, state.num_virtual : table.num_tokens[slot]].copy())
         counts = self.tensors.counts
         if counts.is_cuda:
             ids = ids.pin_memory().to(counts.device, non_blocking=True)
-        count_known(counts[row], ids, table.slots[slot].num_prompt_tokens)
+        count_known(counts[row], ids, state.num_prompt_tokens - state.num_virtual)
 
     def edit_words(self, slot: int, edits: TokenEdits) -> tuple[Words, Words]:
         """Index and value of the words of a slot's edits."""

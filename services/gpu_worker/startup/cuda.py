@@ -1,6 +1,5 @@
 """A GPU: Triton kernels that are compiled and tuned, steps ahead of the host, and CUDA graphs. Imports Triton."""
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -49,13 +48,9 @@ from blockyard.services.gpu_worker.memory import (
 )
 from blockyard.services.gpu_worker.memory_profile import peak_bytes
 from blockyard.services.gpu_worker.models.interface import Model, ModelShape
-from blockyard.services.gpu_worker.parallel.peer_memory import PeerMemory
-from blockyard.services.gpu_worker.parallel.peer_sums import HALF_BYTES
 from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankGroup, connect_gpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
-from blockyard.services.gpu_worker.parallel.sum_measurement import SumMeasurement
-from blockyard.services.gpu_worker.parallel.sum_table import SIZES
-from blockyard.services.gpu_worker.parallel.symmetric_sums import SymmetricSums
+from blockyard.services.gpu_worker.parallel.sum_measurement import choose_sums
 from blockyard.services.gpu_worker.parallel.team import SendCommand
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.startup.start_report import StartReport, Throttle
@@ -65,8 +60,6 @@ from blockyard.services.kv_transfer.host.stream_store import StreamStore
 from blockyard.services.kv_transfer.staging import planned_bytes
 from blockyard.shared.config.services.worker import KVTransferConfig, WorkerConfig, capture_sizes
 from blockyard.shared.errors import LoadError
-
-log = logging.getLogger(__name__)
 
 
 class CudaLink:
@@ -211,24 +204,10 @@ class CudaBackend:
         if not config.custom_all_reduce or not widths or not config.stages_within_hosts:
             return
         if ranks.kernels is None:  # otherwise it loads again after deep sleep
-            try:
-                memory = PeerMemory(ranks, self.device, HALF_BYTES)
-            except OSError as e:
-                report.note(f"sums of ranks: NCCL, because a GPU does not reach the memory of another: {e}")
-                return
             report.phase("measuring sums of ranks")
-            measurement = SumMeasurement(ranks, memory, self._symmetric(ranks), widths[0], model.table.dtype)
-            ranks.kernels = measurement.in_order() if config.batch_invariant else measurement.quickest()
-        report.note(ranks.kernels.describe())
-
-    def _symmetric(self, ranks: RankGroup) -> SymmetricSums | None:
-        """Returns torch's sums, if all ranks can share memory in this way."""
-        found = None
-        try:
-            found = SymmetricSums(ranks.shard, self._folder, self.device, SIZES[-1])
-        except RuntimeError as e:
-            log.info("no symmetric memory: %s", str(e).splitlines()[0])
-        return found if ranks.least(int(found is not None)) else None
+            ranks.kernels = choose_sums(
+                ranks, self._folder, widths[0], model.table.dtype, report.note, in_order=config.batch_invariant
+            )
 
     def make_places(self, model: Model, num_places: int, limits: AdapterLimits) -> AdapterPlaces:
         kernels = AdapterKernels(add_adapters, add_to_heads)

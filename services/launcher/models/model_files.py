@@ -24,6 +24,7 @@ from blockyard.shared.config.services.lora import AdapterSource
 from blockyard.shared.config.text_part import text_part
 from blockyard.shared.errors import AdapterError, ConfigError
 from blockyard.shared.lora.adapter_folder import check_folder
+from blockyard.shared.lora.prompt_config import read_prompt_config
 from blockyard.shared.process.home import home_variables
 
 DEMO = "demo"
@@ -78,7 +79,10 @@ def find_adapters(values: Values) -> list[AdapterSource]:
     for source in adapters.sources(values):
         folder = _folder(source.path, None, values, weights=True, what=f"adapter {source.name}: path")
         try:
-            check_folder(folder, max_rank)
+            if source.is_prompt:
+                read_prompt_config(folder)
+            else:
+                check_folder(folder, max_rank)
         except AdapterError as e:
             raise ConfigError(f"adapter {source.name}: {e}") from e
         found.append(msgspec.structs.replace(source, path=str(folder)))

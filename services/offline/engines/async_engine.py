@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import Any
 
-from blockyard.services.offline.adapters import LoRARequest, read_adapters
+from blockyard.services.offline.adapters import LoRARequest, PromptAdapterRequest, read_adapters
 from blockyard.services.offline.engine_args import EngineArgsBase
 from blockyard.services.offline.engines.async_operations import AsyncOperations
 from blockyard.services.offline.engines.live_request import LivePooling, LiveRequest
@@ -40,6 +40,7 @@ class AsyncLLMEngine(AsyncOperations):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields outputs as they arrive, in the form of `sampling_params.output_kind`; the last one is finished.
 
@@ -55,7 +56,8 @@ class AsyncLLMEngine(AsyncOperations):
             with contextlib.suppress(RuntimeError):  # the caller's loop was closed
                 loop.call_soon_threadsafe(news.set)
 
-        adapters = await asyncio.to_thread(read_adapters, self._session, lora_request, 1)
+        asked = lora_request, 1, prompt_adapter_request
+        adapters = await asyncio.to_thread(read_adapters, self._session, *asked)
         live = LiveRequest(self._running, request_id, prompt, sampling_params, priority, on_news, adapters)
         self._requests[request_id] = live
         finished = False

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from blockyard.services.offline.batch import BatchProgress
+from blockyard.services.offline.batch import Adapters, BatchProgress
 from blockyard.services.offline.outputs import CompletionOutput, RequestOutput
 from blockyard.services.offline.pooling import outputs
 from blockyard.services.offline.pooling.methods import text_job
@@ -19,7 +19,7 @@ from blockyard.services.offline.prompts import read_prompts
 from blockyard.services.offline.running_model import RunningModel, read_priorities
 from blockyard.services.offline.sampling_params import RequestOutputKind, SamplingParams
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import AdapterCard, PoolingTask
+from blockyard.shared.messages import PoolingTask
 from blockyard.shared.ring_client.pooling.calls import PooledText
 from blockyard.shared.token_ids import unpack
 
@@ -72,10 +72,10 @@ class LiveRequest:
         params: SamplingParams | None,
         priority: int,
         on_news: Callable[[], None],
-        adapters: Sequence[AdapterCard | None] = (),
+        adapters: Sequence[Adapters] = (),
     ) -> None:
-        """`on_news` is called on the ring's event loop when `take` may return more. adapters: one, if the request has
-        any. Raises RequestError, RingLost."""
+        """`on_news` is called on the ring's event loop when `take` may return more. adapters: those of the one
+        prompt. Raises RequestError, RingLost."""
         if not isinstance(request_id, str):
             raise RequestError(f"request_id must be a text, got {request_id!r}", "request_id")
         prompts = read_prompts(prompt, running.name)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from blockyard.services.offline.adapters import LoRARequest, read_adapters
+from blockyard.services.offline.adapters import LoRARequest, PromptAdapterRequest, read_adapters
 from blockyard.services.offline.engine_args import EngineArgsBase
 from blockyard.services.offline.engines.live_request import LiveRequest
 from blockyard.services.offline.operations import RingOperations
@@ -59,6 +59,7 @@ class LLMEngine(RingOperations):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
     ) -> None:
         """Sends a request, a prompt in any form of `LLM.generate`, once it is tokenized.
 
@@ -67,7 +68,7 @@ class LLMEngine(RingOperations):
         refuse_arguments(tokenization_kwargs=tokenization_kwargs)
         if request_id in self._requests:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request", "request_id")
-        adapters = read_adapters(self._session, lora_request, 1)
+        adapters = read_adapters(self._session, lora_request, 1, prompt_adapter_request)
         live = LiveRequest(
             self._running, request_id, prompt, params, priority, lambda: self._news.put_nowait(request_id), adapters
         )

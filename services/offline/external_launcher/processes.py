@@ -235,7 +235,7 @@ class OtherProcess:
 
 def digest_of(requests: Sequence[OfflineRequest]) -> bytes:
     """Returns the same bytes in all processes that are asked for the same. Seeds are those of process 0."""
-    asked = [(one.prompt.work, one.prompt.text, one.params, one.priority, one.adapter) for one in requests]
+    asked = [(one.prompt.work, one.prompt.text, one.params, one.priority, one.adapters) for one in requests]
     return _digest(asked)
 
 

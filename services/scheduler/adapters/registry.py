@@ -14,6 +14,9 @@ class Adapter:
     path: str
     parent: str
     created: int  # seconds since the epoch
+    is_prompt: bool = False  # a prompt adapter; False: a LoRA adapter
+    num_virtual_tokens: int = 0  # of a prompt adapter, once a worker has read it
+    max_len: int = 0  # of its longest sequence, if it is for longer contexts than the model
     digest: bytes = b""  # empty: no worker has read it yet
     error: str = ""  # why a worker could not read it, the last time
     is_served: bool = False  # requests may name it
@@ -21,7 +24,8 @@ class Adapter:
     requests: set[str] = field(default_factory=set)  # ids of requests that use it
 
     def card(self) -> AdapterCard:
-        return AdapterCard(self.name, self.path, self.parent, self.digest, self.created)
+        columns = (self.name, self.path, self.parent, self.digest, self.created, self.num_virtual_tokens, self.max_len)
+        return AdapterCard(*columns)
 
 
 class AdapterRegistry:
@@ -34,17 +38,21 @@ class AdapterRegistry:
         self.has_unused = False  # a retired adapter may have no request any more
         self.cards: list[AdapterCard] = []  # of served adapters; a new list after each change
 
-    def add(self, name: str, path: str, parent: str, created: int) -> Adapter:
+    def add(self, name: str, path: str, parent: str, created: int, *, is_prompt: bool = False) -> Adapter:
         """A new adapter, which is not served before it is read."""
         self._num_made += 1
-        adapter = Adapter(self._num_made, name, path, parent, created)
+        adapter = Adapter(self._num_made, name, path, parent, created, is_prompt)
         self.all[adapter.number] = adapter
         return adapter
 
+    def served(self, *, are_prompts: bool = False) -> list[int]:
+        """Numbers of the adapters of a kind that requests may name."""
+        return [one.number for one in self._served.values() if one.is_prompt == are_prompts]
+
     @property
-    def served(self) -> list[int]:
-        """Numbers of the adapters that requests may name."""
-        return [one.number for one in self._served.values()]
+    def num_prompts(self) -> int:
+        """Prompt adapters that workers hold or read."""
+        return sum(one.is_prompt for one in self.all.values())
 
     def named(self, name: str) -> Adapter | None:
         return self._served.get(name)

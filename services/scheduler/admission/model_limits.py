@@ -20,7 +20,7 @@ from blockyard.shared.messages import (
     Pool,
     PoolingCard,
 )
-from blockyard.shared.token_ids import ID_BYTES, first_outside, num_ids, unpack
+from blockyard.shared.token_ids import ID_BYTES, first_outside, num_ids, unpack, virtual_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,11 @@ class ModelCapacity:
     def max_model_len(self) -> int:
         return min(self.model_len, self.max_cached_len)
 
-    def validate(self, num_prompt: int, max_tokens: int) -> str:
-        """An error message if a prompt can never run, empty if it can."""
-        need = num_prompt + min(1, max_tokens)
-        if need > self.model_len:
-            return f"the prompt's {num_prompt} tokens need a context of {need}, this model has {self.model_len}"
+    def validate(self, num_prompt: int, max_tokens: int, model_len: int = 0) -> str:
+        """An error message if a prompt can never run, empty if it can. model_len: of its adapter; 0: the model's."""
+        need, model_len = num_prompt + min(1, max_tokens), model_len or self.model_len
+        if need > model_len:
+            return f"the prompt's {num_prompt} tokens need a context of {need}, this model has {model_len}"
         if need > self.max_cached_len:
             num_blocks = -(-need // self.block_size)
             return (
@@ -120,7 +120,7 @@ def exchange(source: Geometry, target: Geometry) -> bool:
 
 def _least_of(geometries: list[Geometry]) -> ModelCapacity:
     return ModelCapacity(
-        min(g.max_model_len for g in geometries),
+        min(g.base_len or g.max_model_len for g in geometries),
         min(g.num_blocks for g in geometries),
         geometries[0].block_size,
         min(g.vocab_size for g in geometries),
@@ -137,6 +137,40 @@ class Refusal:
     status: int  # HTTP status
     field: str
     message: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestAdapters:
+    """The adapters that a request names."""
+
+    lora: Adapter | None = None
+    prompt: Adapter | None = None
+
+    @property
+    def num_virtual(self) -> int:
+        """Tokens before the client's prompt."""
+        return 0 if self.prompt is None else self.prompt.num_virtual_tokens
+
+    @property
+    def model_len(self) -> int:
+        """Tokens of the longest sequence; 0: as without adapters."""
+        return 0 if self.lora is None else self.lora.max_len
+
+    def frame(self, frame: Generate) -> Generate:
+        """The request with the virtual tokens before its prompt.
+
+        Hashes of an adapter that was replaced meanwhile are left out.
+        """
+        if self.lora is not None and self.lora.digest != frame.adapter_digest:
+            frame = msgspec.structs.replace(frame, adapter_digest=self.lora.digest, block_hashes=b"")
+        if self.prompt is None or not frame.prompt_ids:
+            return frame
+        if self.prompt.digest != frame.prompt_adapter_digest:
+            frame = msgspec.structs.replace(frame, prompt_adapter_digest=self.prompt.digest, block_hashes=b"")
+        return msgspec.structs.replace(frame, prompt_ids=virtual_ids(self.num_virtual) + frame.prompt_ids)
+
+
+NO_ADAPTERS = RequestAdapters()
 
 
 class ModelLimits:
@@ -165,8 +199,8 @@ class ModelLimits:
         if card != self.card:
             self.card = card
 
-    def validate(self, frame: Generate) -> Refusal | None:
-        """The response to an invalid request; None if it is valid."""
+    def validate(self, frame: Generate, model_len: int = 0) -> Refusal | None:
+        """The response to an invalid request; None if it is valid. model_len: of its adapter; 0: the model's."""
         if frame.model not in self._model.names:
             return Refusal(404, "model", f"the model {frame.model!r} does not exist")
         if not frame.prompt_ids or len(frame.prompt_ids) % ID_BYTES:
@@ -183,7 +217,7 @@ class ModelLimits:
         if self._capacity is not None and (pooling := self._capacity.pooling) is not None:
             return Refusal(400, "model", f"the model {frame.model!r} serves {pooling.task}, and generates no text")
         num_prompt = num_ids(frame.prompt_ids)
-        problem = self._capacity.validate(num_prompt, frame.sampling.max_tokens) if self._capacity else ""
+        problem = self._capacity.validate(num_prompt, frame.sampling.max_tokens, model_len) if self._capacity else ""
         if problem:
             return Refusal(400, "prompt", problem)
         if frame.kv_transfer_params and (problem := self._transfer_problem(frame)):
@@ -219,15 +253,21 @@ class ModelLimits:
             return Refusal(400, "input", message)
         return None
 
-    def find_adapter(self, frame: Generate) -> tuple[Adapter | None, Refusal | None]:
-        """The adapter of a request that names one, or the response if it is not there.
+    def find_adapters(self, frame: Generate) -> RequestAdapters | Refusal:
+        """The adapters of a request, or the response if one is not there.
 
-        A request that has tokens of other bytes than the name has now is refused.
+        A request that has tokens of other bytes than a name has now is refused.
         """
-        adapter = self._adapters.find(frame.adapter, frame.adapter_digest)
-        if adapter is None:
-            text = f"The model `{frame.adapter}` does not exist any more: the adapter was unloaded."
-            return None, Refusal(404, "model", text)
-        if adapter.digest != frame.adapter_digest and any(choice.output_ids for choice in frame.choices):
-            return None, Refusal(409, "model", f"the adapter {frame.adapter!r} was replaced while the request ran")
-        return adapter, None
+        if not frame.adapter and not frame.prompt_adapter:
+            return NO_ADAPTERS
+        lora, prompt = (frame.adapter, frame.adapter_digest), (frame.prompt_adapter, frame.prompt_adapter_digest)
+        found: list[Adapter | None] = []
+        for is_prompt, (name, digest) in ((False, lora), (True, prompt)):
+            adapter = self._adapters.find(name, digest) if name else None
+            if name and (adapter is None or adapter.is_prompt != is_prompt):
+                text = f"The model `{name}` does not exist any more: the adapter was unloaded."
+                return Refusal(404, "model", text)
+            if adapter is not None and adapter.digest != digest and any(one.output_ids for one in frame.choices):
+                return Refusal(409, "model", f"the adapter {name!r} was replaced while the request ran")
+            found.append(adapter)
+        return RequestAdapters(*found)

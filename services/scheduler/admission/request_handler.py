@@ -3,11 +3,8 @@
 import math
 from collections import Counter, deque
 
-import msgspec
-
-from blockyard.services.scheduler.adapters.registry import Adapter
 from blockyard.services.scheduler.admission.gateways import Gateways
-from blockyard.services.scheduler.admission.model_limits import ModelLimits, Refusal
+from blockyard.services.scheduler.admission.model_limits import NO_ADAPTERS, ModelLimits, Refusal, RequestAdapters
 from blockyard.services.scheduler.admission.pool_handler import PoolHandler
 from blockyard.services.scheduler.lifecycle.beam_sequences import BeamScheduler
 from blockyard.services.scheduler.lifecycle.detokenizer_streams import DetokenizerStreams
@@ -192,10 +189,12 @@ class RequestHandler:
             if frame.attempt == request.attempt and request.accepted:
                 self._acceptance.notify(request)  # a repeated frame gets a repeated answer
             return
-        refusal = self._model_limits.validate(frame)
-        adapter = None
-        if frame.adapter and refusal is None:
-            adapter, refusal = self._model_limits.find_adapter(frame)
+        found = self._model_limits.find_adapters(frame)
+        adapters = NO_ADAPTERS if isinstance(found, Refusal) else found
+        frame = adapters.frame(frame)
+        refusal = self._model_limits.validate(frame, adapters.model_len) or (
+            found if isinstance(found, Refusal) else None
+        )
         if refusal is not None:
             if request is not None:
                 self._lifecycle.drop(request)
@@ -211,7 +210,7 @@ class RequestHandler:
         if request is not None and resumable:
             self._rebind(request, gateway, frame, resumable)
         else:
-            self._start(request, gateway, frame, now, adapter)
+            self._start(request, gateway, frame, now, adapters)
 
     def _pool(self, gateway: int, frame: Pool, now: float) -> None:
         """Takes a new request with many prompts, or a new attempt of one."""
@@ -289,7 +288,7 @@ class RequestHandler:
             if index in listed and _continues(sequence, listed[index].output_ids)
         }
 
-    def _start(self, old: Request | None, gateway: int, frame: Generate, now: float, adapter: Adapter | None) -> None:
+    def _start(self, old: Request | None, gateway: int, frame: Generate, now: float, adapters: RequestAdapters) -> None:
         """Starts a request, after the output ids in its frame. A new attempt keeps its place in the queue."""
         found = _num_cached(old)
         if old is not None:
@@ -298,8 +297,6 @@ class RequestHandler:
             self.num_requests += 1
             self._arrivals += 1
         arrival = old.arrival if old is not None else self._arrivals
-        if adapter is not None and adapter.digest != frame.adapter_digest:  # it was replaced: the hashes are of another
-            frame = msgspec.structs.replace(frame, adapter_digest=adapter.digest, block_hashes=b"")
         request = Request(
             frame.request_id,
             frame.attempt,
@@ -310,7 +307,9 @@ class RequestHandler:
             arrival_s=old.arrival_s if old is not None else now,
             owner=old.owner if old is not None else (frame.tenant, frame.user),
             is_batch_line=old.is_batch_line if old is not None else frame.batch_line,
-            adapter=None if adapter is None else adapter.number,
+            adapter=None if adapters.lora is None else adapters.lora.number,
+            prompt_adapter=None if adapters.prompt is None else adapters.prompt.number,
+            num_virtual=adapters.num_virtual,
             transfer_params=TransferParams.read(frame.kv_transfer_params) if frame.kv_transfer_params else None,
         )
         self._lifecycle.add(request)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from blockyard.services.scheduler.adapters.group_adapters import GroupAdapters
+from blockyard.services.scheduler.adapters.group_prompts import GroupPrompts
 from blockyard.services.scheduler.batch.decode_batch import DecodeBatch
 from blockyard.services.scheduler.batch.pipeline_turns import PipelineTurns
 from blockyard.services.scheduler.batch.plan_builder import PackedRun, PlanRecord
@@ -17,7 +18,7 @@ from blockyard.services.scheduler.kv_cache.kv_cache_manager import CacheStats, K
 from blockyard.services.scheduler.kv_cache.prefix_cache import BlockHasher, PrefixMatch
 from blockyard.services.scheduler.kv_cache.sliding_window import max_len
 from blockyard.services.scheduler.plan_pacer import MAX_PLANS_AHEAD, SEND_AHEAD_S, PlanClock, PlanPacer, WakeupTimers
-from blockyard.services.scheduler.sequences.requests import RunningSequence, Sequence
+from blockyard.services.scheduler.sequences.requests import Request, RunningSequence, Sequence
 from blockyard.shared.messages import Attach, Attached, Geometry, SlotRun
 
 ATTACH_AGAIN_S = 5.0  # without an answer
@@ -74,6 +75,7 @@ class WorkerGroup:
         self.slots = IdPool(num_slots, self.plan_clock)
         self.max_model_len = longest_sequence(geometry)
         self.adapters = GroupAdapters(geometry, self.plan_clock)
+        self.prompts = GroupPrompts(geometry.num_prompt_adapters)
         self.last_fair_plan = 0  # the last plan with a prefill that excluded others
         self._running: list[RunningSequence] = []
         self.running: ReadOnly[RunningSequence] = self._running  # by key; the last one is preempted first
@@ -106,6 +108,18 @@ class WorkerGroup:
     def can_schedule_batch_line(self) -> bool:
         """Spare slots are for online sequences: one that preempts a batch line needs its own slot at once."""
         return self.can_schedule and self.slots.num_free > self._num_spare_slots
+
+    def lacking(self, request: Request) -> int | None:
+        """An adapter with which sequences of a request may not start here now; None: they may."""
+        if request.adapter is not None and not self.adapters.can_start(request.adapter):
+            return request.adapter
+        if request.prompt_adapter is not None and not self.prompts.can_start(request.prompt_adapter):
+            return request.prompt_adapter
+        return None
+
+    def can_start(self, adapter: int) -> bool:
+        """Whether sequences with an adapter, of either kind, may start here now."""
+        return self.adapters.can_start(adapter) or self.prompts.can_start(adapter)
 
     def schedule(self, sequence: Sequence, num_blocks: int, found: PrefixMatch) -> RunningSequence:
         """Starts a sequence with the blocks found and `num_blocks` more. The caller has checked that they are free."""

@@ -49,7 +49,7 @@ class BlockHasher:
     def _root(self, sequence: Sequence) -> bytes:
         frame = sequence.request.frame
         owner = None if self.enabled else frame.request_id
-        return root_hash(self._scope, frame.cache_salt, owner, frame.adapter_digest)
+        return root_hash(self._scope, frame.cache_salt, owner, frame.adapter_digest + frame.prompt_adapter_digest)
 
 
 def _ids(sequence: Sequence, first: int, end: int) -> bytes:

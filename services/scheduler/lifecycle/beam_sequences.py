@@ -190,6 +190,6 @@ def _step(sequence: Sequence, found: Finished, search: ActiveBeamSearch) -> Toke
         found.finish,
         found.stop_token,
         logprobs=best.entries,
-        cached_tokens=search.num_cached_tokens if sequence.index == 0 else 0,
+        cached_tokens=request.reported(search.num_cached_tokens) if sequence.index == 0 else 0,
         queued_s=search.queued_s,
     )

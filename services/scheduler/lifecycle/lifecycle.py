@@ -37,16 +37,18 @@ class Lifecycle:
 
     def add(self, request: Request) -> None:
         self.requests[request.id] = request
-        if request.adapter is not None:
-            self._adapters.use(request.adapter, request.id)
+        for adapter in request.adapters:
+            self._adapters.use(adapter, request.id)
 
     def adapter_use(self) -> AdapterUse | None:
-        """The adapters of live requests; None if no worker serves any."""
+        """The LoRA adapters of live requests; None if no worker serves any."""
         places = [group.adapters.num_places for group in self._groups.attached.values() if group.adapters.serves_any]
         if not places:
             return None
         running, waiting = dict[str, None](), dict[str, None]()  # of some bytes and of others there may be one name
         for adapter in self._adapters.all.values():
+            if adapter.is_prompt:
+                continue
             live = [self.requests[one] for one in adapter.requests]
             phases = {sequence.phase for request in live for sequence in request.active_sequences}
             if Phase.RUNNING in phases:
@@ -73,8 +75,8 @@ class Lifecycle:
                 request.pool.on_ended(sequence.index)
                 if not self.pools[request.pool.id].requests:
                     del self.pools[request.pool.id]
-            if request.adapter is not None:
-                self._adapters.on_request_ended(request.id, request.adapter)
+            for adapter in request.adapters:
+                self._adapters.on_request_ended(request.id, adapter)
             if request.search is not None:
                 for beam in request.search.replace_beams([]):
                     self.release(beam)

@@ -82,8 +82,7 @@ class PrefillPlanner:
         make room, none is preempted.
         """
         running, rank = group.running, self._policy.key(sequence)[0]
-        adapter = sequence.request.adapter
-        if adapter is not None and not group.adapters.can_start(adapter):
+        if group.lacking(sequence.request) is not None:
             return  # it is passed over
         if not running or not self._policy.preemptible_by(running[-1].sequence, rank):
             return
@@ -224,11 +223,11 @@ class PrefillPlanner:
                 self._schedule_chunk(group, builder, running, most)
 
     def _waits_for_adapter(self, group: WorkerGroup, sequence: Sequence) -> bool:
-        """Sets a sequence aside until its adapter has a place."""
-        adapter = sequence.request.adapter
-        if adapter is None or group.adapters.can_start(adapter):
+        """Sets a sequence aside until its adapters may start."""
+        lacking = group.lacking(sequence.request)
+        if lacking is None:
             return False
-        self._adapter_waits.defer(sequence)
+        self._adapter_waits.defer(sequence, lacking)
         self._lifecycle.drop_handover(sequence)
         return True
 
@@ -265,8 +264,8 @@ class PrefillPlanner:
             self._handovers.begin(group, running, builder.now)
         if found.copy_from is not None:
             builder.copy(found.copy_from, running.table.blocks[running.table.num_cached])
-        if sequence.request.adapter is not None:
-            self._adapter_waits.on_started(sequence.request.adapter)
+        for adapter in sequence.request.adapters:
+            self._adapter_waits.on_started(adapter)
         builder.starts.append(slot_start(group, running))
         return running
 
@@ -325,4 +324,6 @@ def slot_start(group: WorkerGroup, running: RunningSequence) -> SlotStart:
         has_text=request.has_text,
         pooled=request.pooled,
         adapter_place=running.adapter_place,
+        prompt_adapter=request.prompt_adapter,
+        num_virtual_tokens=request.num_virtual,
     )

@@ -236,7 +236,7 @@ def _send(
             slot.stop_token,
             slot.detail,
             slot.logprobs,
-            slot.first_prompt,
+            max(0, slot.first_prompt - request.num_virtual),
             slot.prompt_logprobs,
             0 if first else sequence.reported_cached_tokens,
             None if first else sequence.queued_s,

@@ -14,15 +14,14 @@ class AdapterWaits:
         self._since: dict[int, float] = {}  # by adapter
         self.released: dict[int, float] = {}  # since when those waited that no sequence has started with yet
 
-    def defer(self, sequence: Sequence) -> None:
-        """Passes over a sequence until its adapter may start."""
-        assert sequence.request.adapter is not None
+    def defer(self, sequence: Sequence, adapter: int) -> None:
+        """Passes over a sequence until one of its adapters may start."""
         if sequence.is_set_aside:  # in a group's queue
             self._waiting.requeue(sequence)
         self._waiting.set_aside(sequence)
-        self.deferred.setdefault(sequence.request.adapter, []).append((sequence.ticket, sequence))
-        if (since := self.released.pop(sequence.request.adapter, None)) is not None:
-            self._since[sequence.request.adapter] = since  # others were faster
+        self.deferred.setdefault(adapter, []).append((sequence.ticket, sequence))
+        if (since := self.released.pop(adapter, None)) is not None:
+            self._since[adapter] = since  # others were faster
 
     def wanted(self, now: float) -> dict[int, float]:
         """The adapters of sequences that wait, in the order in which they began to, and since when."""

@@ -92,8 +92,15 @@ class Request:
     pool: "PoolMembership | None" = None  # of one prompt of many: what they have in common
     pooled: PooledStart | None = None  # how its vector is made
     texts: PackedTexts | None = None  # of a model without KV: all prompts of the request, as one sequence
-    adapter: int | None = None  # number of its adapter
+    adapter: int | None = None  # number of its LoRA adapter
+    prompt_adapter: int | None = None  # number of its prompt adapter ...
+    num_virtual: int = 0  # ... and how many tokens of `num_prompt` are its virtual tokens, before the client's
     transfer_params: TransferParams | None = None
+
+    @property
+    def adapters(self) -> list[int]:
+        """Numbers of its adapters."""
+        return [one for one in (self.adapter, self.prompt_adapter) if one is not None]
 
     @property
     def has_fixed_length(self) -> bool:
@@ -106,6 +113,10 @@ class Request:
     def has_text(self) -> bool:
         """Whether it needs a detokenizer. The result of other requests is a vector, which goes to the gateway."""
         return self.frame.text is not None
+
+    def reported(self, num_cached_tokens: int) -> int:
+        """Cached tokens that are the client's."""
+        return max(0, num_cached_tokens - self.num_virtual)
 
     @property
     def finds_prefix(self) -> bool:
@@ -228,7 +239,7 @@ class Sequence:
     @property
     def reported_cached_tokens(self) -> int:
         """For the step that has its first token."""
-        return self.num_cached_tokens or 0 if self.reports_cached else 0
+        return self.request.reported(self.num_cached_tokens or 0) if self.reports_cached else 0
 
     def awaits_results(self) -> bool:
         """Whether plans of its last run are in flight: their tokens are still its tokens."""

@@ -3,6 +3,8 @@
 import logging
 from dataclasses import dataclass
 
+from blockyard.services.scheduler.adapters.group_adapters import GroupAdapters
+from blockyard.services.scheduler.adapters.group_prompts import GroupPrompts
 from blockyard.services.scheduler.adapters.registry import Adapter, AdapterRegistry
 from blockyard.services.scheduler.admission.model_limits import ModelLimits, Refusal, ServedModel
 from blockyard.services.scheduler.admission.request_handler import RequestHandler
@@ -24,7 +26,11 @@ from blockyard.shared.messages import (
 log = logging.getLogger(__name__)
 
 NOT_SERVED = "this server serves no adapters: --enable-lora"
+NO_PROMPTS = "this server serves no prompt adapters: --enable-prompt-adapter"
 MAX_OPEN_LOADS = 64  # of operators; more are refused until some are done
+
+
+Holder = GroupAdapters | GroupPrompts
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +69,8 @@ class AdapterLoads:
         self._unloaded: set[str] = set()  # names that operators have unloaded: requests do not load them again
         self._is_dirty = False
         for source in settings.sources:
-            adapter = self._registry.add(source.name, source.path, source.parent or base.names[0], base.created)
+            columns = (source.name, source.path, source.parent or base.names[0], base.created)
+            adapter = self._registry.add(*columns, is_prompt=source.is_prompt)
             self._loads.append(OpenLoad(adapter, set()))
         self.notes: list[str] = []
 
@@ -77,26 +84,29 @@ class AdapterLoads:
         """What the start waits for; empty: for no adapter."""
         if self.is_settled or not self._groups:
             return ""
-        if self._serve_any():
-            return "reading adapters"
-        return "waiting for a worker with --enable-lora"
+        for load in self._loads:
+            if not self._serve_any(load.adapter.is_prompt):
+                return f"waiting for a worker with --enable-{'prompt-adapter' if load.adapter.is_prompt else 'lora'}"
+        return "reading adapters"
 
     # workers
 
     def on_attached(self, worker: int) -> None:
         """A worker begins without adapters, and has forgotten what it was asked to read.
 
-        It reads the served adapters, as far as its host memory has room.
+        It reads the served adapters, LoRA adapters as far as its host memory has room.
         """
         self._is_dirty, group = True, self._groups[worker]
-        for adapter in self._registry.served[: group.geometry.num_host_adapters]:
+        for adapter in self._registry.served()[: group.geometry.num_host_adapters]:
             group.adapters.want(adapter)
+        for adapter in self._registry.served(are_prompts=True):
+            group.prompts.want(adapter)
         for load in self._loads:
             load.awaits.discard(worker)
             if not load.has_been_read and not load.awaits:
                 self._ask(load, worker)
-            if load.gateway is not None and not self._serve_any():
-                load.error = NOT_SERVED
+            if load.gateway is not None and not self._serve_any(load.adapter.is_prompt):
+                load.error = NO_PROMPTS if load.adapter.is_prompt else NOT_SERVED
         self._settle_loads()
 
     def on_lost(self, worker: int) -> None:
@@ -120,8 +130,12 @@ class AdapterLoads:
         differs = not error and adapter.digest not in (b"", frame.digest)
         adapter.error = error or ("its bytes have changed" if differs else "")
         if not adapter.error:
-            adapter.digest = frame.digest
-        group.adapters.on_loaded(frame.adapter, is_usable=not adapter.error)
+            adapter.digest, adapter.num_virtual_tokens, adapter.max_len = (
+                frame.digest,
+                frame.num_virtual_tokens,
+                frame.max_len,
+            )
+        _holder(group, adapter).on_loaded(frame.adapter, is_usable=not adapter.error)
         if differs:  # the name is served elsewhere
             self._outbox.send(worker, DropAdapter(self._scheduler, frame.adapter))
             log.warning(
@@ -144,7 +158,8 @@ class AdapterLoads:
         if self._registry.has_unused:
             for retired in self._registry.take_unused():
                 self._drop(retired)
-        wants = any(group.adapters.has_work for group in self._groups.values())  # sequences go elsewhere meanwhile
+        groups = self._groups.values()
+        wants = any(one.adapters.has_work or one.prompts.has_work for one in groups)  # sequences go elsewhere meanwhile
         if not self._is_dirty and not wants and not self._waits.deferred:
             return
         self._is_dirty = False
@@ -158,10 +173,11 @@ class AdapterLoads:
         overdue = [one for one in waiting if one in wanted and now - since[one] >= self._max_wait_s]
         for worker, group in self._groups.items():
             for adapter in wanted:
-                group.adapters.want(adapter)
+                _holder(group, self._registry.all[adapter]).want(adapter)
             self._make_room(group, overdue, now)
-            if group.adapters.has_work:
-                self._change_host_memory(worker, group, waiting)
+            for holder in (group.adapters, group.prompts):
+                if holder.has_work:
+                    self._change_host_memory(worker, holder, waiting)
 
     def _make_room(self, group: WorkerGroup, overdue: list[int], now: float) -> None:
         """Adapters have waited for a place for long: another one takes no new sequences, and after as long has none."""
@@ -171,16 +187,18 @@ class AdapterLoads:
             for running in [one for one in group.running if one.adapter_place == place]:
                 self._lifecycle.preempt(group, running)
 
-    def _change_host_memory(self, worker: int, group: WorkerGroup, waiting: list[int]) -> None:
-        changes = group.adapters.take_changes(waiting)
+    def _change_host_memory(self, worker: int, holder: Holder, waiting: list[int]) -> None:
+        changes = holder.take_changes(waiting)
         for number in changes.drop:
             self._outbox.send(worker, DropAdapter(self._scheduler, number))
         for number in changes.load:
             adapter = self._registry.all[number]
-            self._outbox.send(worker, LoadAdapter(self._scheduler, number, adapter.name, adapter.path))
+            columns = (self._scheduler, number, adapter.name, adapter.path, adapter.is_prompt)
+            self._outbox.send(worker, LoadAdapter(*columns))
 
     def _is_refused_everywhere(self, adapter: int) -> bool:
-        return all(group.adapters.is_refused(adapter) for group in self._groups.values())
+        one = self._registry.all[adapter]
+        return all(_holder(group, one).is_refused(adapter) for group in self._groups.values())
 
     def _fail_all(self, adapter: int) -> None:
         """No worker could read an adapter that sequences wait for. The next request for it tries again."""
@@ -189,7 +207,7 @@ class AdapterLoads:
         for request in {sequence.request.id: sequence.request for sequence in self._waits.sequences(adapter)}.values():
             self._requests.end_unservable(request, refusal)
         for group in self._groups.values():
-            group.adapters.retry(adapter)
+            _holder(group, one).retry(adapter)
 
     # operators
 
@@ -201,37 +219,51 @@ class AdapterLoads:
             self._unload(gateway, frame)
 
     def _load(self, gateway: int, frame: Control) -> None:
-        name, served = frame.adapter, self._registry.named(frame.adapter)
-        serves_none = bool(self._groups) and not self._serve_any()
-        if frame.first_use and (serves_none or name in self._unloaded):
-            self._answer(gateway, frame.request_id, 404, f"the model {name!r} does not exist")
-        elif served is not None and served.path == frame.adapter_path and not frame.replace:
-            self._answer(gateway, frame.request_id, 400, f"{name!r} is loaded already")
-        elif served is not None and not frame.replace:
-            self._answer(gateway, frame.request_id, 400, f"{name!r} is in use; load_inplace replaces it")
-        elif name in self._names:
-            self._answer(gateway, frame.request_id, 400, f"{name!r} is the name of the model itself")
-        elif any(load.adapter.name == name for load in self._loads):
-            self._answer(gateway, frame.request_id, 409, f"{name!r} is being loaded")
-        elif len(self._loads) >= MAX_OPEN_LOADS:
-            self._answer(gateway, frame.request_id, 429, f"{len(self._loads)} adapters are being loaded")
-        elif serves_none:
-            self._answer(gateway, frame.request_id, 400, NOT_SERVED)
-        else:  # it waits for a worker if there is none, or if they sleep
-            self._unloaded.discard(name)
-            adapter = self._registry.add(name, frame.adapter_path, self._names[0], self._created)
-            load = OpenLoad(adapter, set(), gateway, frame.request_id)
-            self._loads.append(load)
-            for worker in list(self._groups):
-                self._ask(load, worker)
+        if (refusal := self._refusal_of_load(frame)) is not None:
+            status, cause = refusal
+            self._answer(gateway, frame.request_id, status, cause, _field(frame.is_prompt, "name"))
+            return
+        name = frame.adapter  # it waits for a worker if there is none, or if they sleep
+        self._unloaded.discard(name)
+        columns = (name, frame.adapter_path, self._names[0], self._created)
+        load = OpenLoad(self._registry.add(*columns, is_prompt=frame.is_prompt), set(), gateway, frame.request_id)
+        self._loads.append(load)
+        for worker in list(self._groups):
+            self._ask(load, worker)
 
-    def _serve_any(self) -> bool:
-        return any(group.adapters.serves_any for group in self._groups.values())
+    def _refusal_of_load(self, frame: Control) -> tuple[int, str] | None:
+        """Status and cause; None: the adapter is loaded."""
+        name, served = frame.adapter, self._registry.named(frame.adapter)
+        serves_none = bool(self._groups) and not self._serve_any(frame.is_prompt)
+        if frame.first_use and (serves_none or name in self._unloaded):
+            return 404, f"the model {name!r} does not exist"
+        if served is not None and served.path == frame.adapter_path and not frame.replace:
+            return 400, f"{name!r} is loaded already"
+        if served is not None and not frame.replace:
+            return 400, f"{name!r} is in use; load_inplace replaces it"
+        if name in self._names:
+            return 400, f"{name!r} is the name of the model itself"
+        if any(load.adapter.name == name for load in self._loads):
+            return 409, f"{name!r} is being loaded"
+        if len(self._loads) >= MAX_OPEN_LOADS:
+            return 429, f"{len(self._loads)} adapters are being loaded"
+        if serves_none:
+            return 400, NO_PROMPTS if frame.is_prompt else NOT_SERVED
+        if frame.is_prompt and self._groups and served is None:
+            most = min(group.prompts.num_most for group in self._groups.values() if group.prompts.serves_any)
+            if (loaded := self._registry.num_prompts) >= most:
+                return 400, f"{loaded} prompt adapters are loaded, and --max-prompt-adapters is {most}: unload one"
+        return None
+
+    def _serve_any(self, is_prompt: bool) -> bool:
+        """Whether a worker serves adapters of a kind."""
+        return any((group.prompts if is_prompt else group.adapters).serves_any for group in self._groups.values())
 
     def _unload(self, gateway: int, frame: Control) -> None:
         served = self._registry.named(frame.adapter)
-        if served is None:
-            self._answer(gateway, frame.request_id, 404, f"{frame.adapter!r} is not loaded")
+        if served is None or served.is_prompt != frame.is_prompt:
+            cause = f"{frame.adapter!r} is not loaded"
+            self._answer(gateway, frame.request_id, 404, cause, _field(frame.is_prompt, "name"))
             return
         self._registry.retire(served)
         self._unloaded.add(served.name)
@@ -240,10 +272,10 @@ class AdapterLoads:
         self._is_dirty = True
 
     def _ask(self, load: OpenLoad, worker: int) -> None:
-        group = self._groups[worker]
-        if not group.adapters.is_refused(load.adapter.number):
+        holder = _holder(self._groups[worker], load.adapter)
+        if not holder.is_refused(load.adapter.number):
             load.awaits.add(worker)
-            group.adapters.want(load.adapter.number)
+            holder.want(load.adapter.number)
             self._is_dirty = True
 
     def _settle_loads(self) -> None:
@@ -268,20 +300,31 @@ class AdapterLoads:
                 log.info("adapter %s is served: %s", adapter.name, adapter.path)
             if load.gateway is not None:
                 status = 400 if load.error else 200
-                self._answer(load.gateway, load.request_id, status, load.error, "lora_path")
+                field = _field(adapter.is_prompt, "path")
+                self._answer(load.gateway, load.request_id, status, load.error, field)
 
     def _drop(self, adapter: Adapter) -> None:
         """Drops an adapter everywhere that no request uses."""
         for worker, group in self._groups.items():
-            if group.adapters.forget(adapter.number):
+            if _holder(group, adapter).forget(adapter.number):
                 self._outbox.send(worker, DropAdapter(self._scheduler, adapter.number))
         for gateway, frame, unloaded in self._unloads.copy():
             if unloaded is adapter:
                 self._unloads.remove((gateway, frame, unloaded))
                 self._answer(gateway, frame.request_id, 200, "")
 
-    def _answer(self, gateway: int, request_id: str, status: int, message: str, field: str = "lora_name") -> None:
+    def _answer(self, gateway: int, request_id: str, status: int, message: str, field: str = "") -> None:
         cards = self._registry.cards if status != 429 else None  # a flood of commands is refused in few bytes
         field = field if status >= 400 else ""
         answer = Controlled(request_id, status, message, 0, False, field=field, adapters=cards)
         self._outbox.answer(gateway, answer)
+
+
+def _field(is_prompt: bool, about: str) -> str:
+    """The field of an operator's request."""
+    return f"{'prompt_adapter' if is_prompt else 'lora'}_{about}"
+
+
+def _holder(group: WorkerGroup, adapter: Adapter) -> Holder:
+    """What knows of a group whether it has an adapter."""
+    return group.prompts if adapter.is_prompt else group.adapters

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from blockyard.services.scheduler.admission.model_limits import exchange
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
-from blockyard.services.scheduler.sequences.requests import Sequence
+from blockyard.services.scheduler.sequences.requests import Request, Sequence
 from blockyard.services.scheduler.transfers.failures import LinkBackoff
 from blockyard.services.scheduler.transfers.handovers import Handovers
 from blockyard.services.scheduler.workers.group_queue import (
@@ -39,11 +39,11 @@ class RoleGroups:
     groups: list[WorkerGroup] = field(default_factory=list)
     _next: int = 0
 
-    def some(self, adapter: int | None) -> list[WorkerGroup]:
-        """With an adapter: the groups that hold it, first the ones in which it has a place."""
-        if adapter is not None:
-            holders = [group for group in self.groups if group.adapters.can_start(adapter)]
-            return sorted(holders, key=lambda group: not group.adapters.is_placed(adapter))[:NUM_COMPARED]
+    def some(self, request: Request) -> list[WorkerGroup]:
+        """With adapters: of those that hold them, first those in which a LoRA adapter has a place."""
+        if request.adapters:
+            holders = [group for group in self.groups if group.lacking(request) is None]
+            return sorted(holders, key=lambda group: place_cost(group, request.adapter))[:NUM_COMPARED]
         num = len(self.groups)
         if num <= NUM_COMPARED:
             return self.groups.copy()
@@ -67,7 +67,7 @@ def _long_enough(groups: list[WorkerGroup], num_tokens: int) -> list[WorkerGroup
 
 
 def _holds(role: RoleGroups, adapter: int) -> bool:
-    return any(group.adapters.can_start(adapter) for group in role.groups)
+    return any(group.can_start(adapter) for group in role.groups)
 
 
 def is_pair(source: WorkerGroup, target: WorkerGroup) -> bool:
@@ -103,7 +103,11 @@ class RoleRouter:
     def can_place(self, adapter: int) -> bool:
         """Whether `place` may be asked for sequences with an adapter: a group holds it, and it is no use to wait."""
         without = [role for role in (self._prefill, self._decode) if not _holds(role, adapter)]
-        loads = (group.adapters.is_loading(adapter) for role in without for group in role.groups)
+        loads = (
+            group.adapters.is_loading(adapter) or group.prompts.is_loading(adapter)
+            for role in without
+            for group in role.groups
+        )
         return not without or (len(without) == 1 and not any(loads))
 
     def place(self, sequence: Sequence) -> Placement | None:
@@ -117,10 +121,8 @@ class RoleRouter:
         request = sequence.request
         most = request.num_prompt + request.frame.sampling.max_tokens  # tokens, if its groups are long enough
         first, decode, prefill = self._candidates(sequence)
-        if request.adapter is not None and not (decode and prefill):
-            for group in self._prefill.groups if decode else self._decode.groups:
-                group.adapters.want(request.adapter)
-            return self._remember(first, self._cheapest(_long_enough(decode or prefill, most), sequence))
+        if request.adapters and not (decode and prefill):
+            return self._remember(first, self._place_in_one(sequence, decode, prefill, most))
         longest = max(group.max_model_len for group in [*decode, *prefill])
         need = min(most, longest)
         decode = [group for group in decode if group.max_model_len >= need]
@@ -152,11 +154,22 @@ class RoleRouter:
             return placement
         return self._place_pair(first, sequence, pairs, missing, alone)
 
+    def _place_in_one(
+        self, sequence: Sequence, decode: list[WorkerGroup], prefill: list[WorkerGroup], most: int
+    ) -> Placement | None:
+        """Groups of one role lack its adapters, and are to load them. Of two adapters no group may hold both yet."""
+        if not decode and not prefill:
+            return None
+        if (adapter := sequence.request.adapter) is not None:
+            for group in self._prefill.groups if decode else self._decode.groups:
+                group.adapters.want(adapter)
+        return self._cheapest(_long_enough(decode or prefill, most), sequence)
+
     def _place_beside(self, sequence: Sequence) -> Placement | None:
         """The cheapest group where other sequences of the request run; None if there is none that has room."""
         siblings = [self._by_worker[worker] for worker in sibling_groups(sequence) if worker in self._by_worker]
-        if (adapter := sequence.request.adapter) is not None:
-            siblings = [group for group in siblings if group.adapters.can_start(adapter)]
+        if sequence.request.adapters:
+            siblings = [group for group in siblings if group.lacking(sequence.request) is None]
         found = (self._placement(group, sequence, is_sibling=True) for group in siblings)
         return min((one for one in found if one is not None), key=lambda one: one.price, default=None)
 
@@ -191,16 +204,18 @@ class RoleRouter:
         return None
 
     def _candidates(self, sequence: Sequence) -> tuple[bytes | None, list[WorkerGroup], list[WorkerGroup]]:
-        """Its first block's hash, and groups to decode and to compute it. They hold its adapter."""
-        adapter = sequence.request.adapter
-        decode, prefill = self._decode.some(adapter), self._prefill.some(adapter)
+        """Its first block's hash, and groups to decode and to compute it, which hold its adapters."""
+        request = sequence.request
+        decode, prefill = self._decode.some(request), self._prefill.some(request)
+        if not decode and not prefill:
+            return None, decode, prefill
         first = (decode or prefill)[0].kv_cache.first_hash(sequence)
         known = dict(self._recent.get(first, {})) if first is not None else {}
         if (asked := sequence.request.transfer_params) is not None and asked.source is not None:
             known[asked.source] = None
         for worker in known:
             group = self._by_worker.get(worker)
-            if group is not None and adapter is not None and not group.adapters.can_start(adapter):
+            if group is not None and request.adapters and group.lacking(request) is not None:
                 continue
             if group is not None and group.geometry.kv_role is not KVRole.PREFILL and group not in decode:
                 decode.append(group)

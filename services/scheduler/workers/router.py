@@ -67,7 +67,7 @@ class Router:
         """Whether sequences with an adapter may go on, if they wait for nothing but its place."""
         if self.roles.is_active and not self._is_bypassed:
             return self.roles.can_place(adapter)
-        return any(group.adapters.can_start(adapter) for group in self._groups.values())
+        return any(group.can_start(adapter) for group in self._groups.values())
 
     def requeue_all(self) -> None:
         """Empties all group queues into the waiting queue, which groups take sequences from until the next `route`."""
@@ -99,9 +99,9 @@ class Router:
         queues = [queue for group in self._groups.values() if not (queue := self._queue_of(group)).is_full]
         while queues and (sequence := self._next()) is not None:
             best = self._best(queues, sequence)
-            if best is None and (adapter := sequence.request.adapter) is not None:
-                self._adapter_waits.defer(sequence)
-                queues = [queue for queue in queues if not queue.group.adapters.can_start(adapter)]
+            if best is None and (adapters := sequence.request.adapters):
+                self._adapter_waits.defer(sequence, adapters[0])
+                queues = [queue for queue in queues if queue.group.lacking(sequence.request) is not None]
                 continue
             if best is None:
                 break
@@ -153,10 +153,11 @@ class Router:
     def _next(self) -> Sequence | None:
         """The next waiting sequence, if it may be scheduled now. Skips sequences if no group has their adapter."""
         sequence = self._waiting.peek()
-        while sequence is not None and (adapter := sequence.request.adapter) is not None:
-            if self.may_start(adapter):
+        while sequence is not None and (adapters := sequence.request.adapters):
+            lacking = next((adapter for adapter in adapters if not self.may_start(adapter)), None)
+            if lacking is None:
                 break
-            self._adapter_waits.defer(sequence)
+            self._adapter_waits.defer(sequence, lacking)
             sequence = self._waiting.peek()
         if sequence is None or sequence.awaits_results() or not self._acceptance.can_accept(sequence.request):
             return None
@@ -177,9 +178,9 @@ class Router:
         known, size, first = sequence.num_tokens, 0, None
         near = sibling_groups(sequence)
         own = max(1, known - sequence.request.num_prompt)  # tokens that other sequences of the request do not compute
-        adapter = sequence.request.adapter
+        request = sequence.request
         for queue in queues:
-            if adapter is not None and not queue.group.adapters.can_start(adapter):
+            if request.adapters and queue.group.lacking(request) is not None:
                 continue
             pool = queue.group.kv_cache.blocks
             if pool.block_size != size:
@@ -194,7 +195,7 @@ class Router:
             elif queue.is_busy:
                 continue
             extra = TOO_LONG if known >= queue.group.max_model_len else 0
-            extra += place_cost(queue.group, adapter)
+            extra += place_cost(queue.group, request.adapter)
             price = cost(num_tokens, backlog + extra, len(queue.group.running) + len(queue.entries))
             if lowest is not None and price >= lowest:
                 continue

@@ -3,8 +3,6 @@
 from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
 from blockyard.shared.quantization import TABLE, refusals
 
-_LONG = not_built("adapters for longer contexts than the model's")
-_PROMPT_ADAPTERS = not_built("prompt adapters")
 _SPECULATION = not_built("speculative decoding")
 _IMAGES = not_built("image and video input")
 _TRACES = not_built("OpenTelemetry traces")
@@ -44,7 +42,12 @@ LORA = (
         "Type of adapters; auto: the model's.",
         choices=("auto", "float16", "bfloat16", "float32"),
     ),
-    Flag("long-lora-scaling-factors", FlagKind.TEXT, None, "Scaling factors.", refused=_LONG),
+    Flag(
+        "long-lora-scaling-factors",
+        FlagKind.TEXT,
+        None,
+        "Factors of the context, such as 2,4, that adapters for longer contexts may have.",
+    ),
     Flag("max-cpu-loras", FlagKind.INT, None, "Adapters kept in host memory; unset: --max-loras.", ge=1),
     Flag(
         "fully-sharded-loras",
@@ -68,9 +71,10 @@ LORA = (
         "Seconds that an adapter waits for a place before the least recently used one takes no new requests.",
         ge=0,
     ),
-    Flag("enable-prompt-adapter", FlagKind.BOOL, False, "Serve prompt adapters.", refused=_PROMPT_ADAPTERS),
-    Flag("max-prompt-adapters", FlagKind.INT, 1, "Prompt adapters in a batch.", refused=_PROMPT_ADAPTERS, ge=1),
-    Flag("max-prompt-adapter-token", FlagKind.INT, 0, "Tokens of a prompt adapter.", refused=_PROMPT_ADAPTERS, ge=0),
+    Flag("enable-prompt-adapter", FlagKind.BOOL, False, "Serve prompt adapters; --prompt-adapters implies it."),
+    Flag("prompt-adapters", FlagKind.LIST, [], "Prompt adapters, each as name=path."),
+    Flag("max-prompt-adapters", FlagKind.INT, 64, "Prompt adapters that are loaded at a time.", ge=1),
+    Flag("max-prompt-adapter-token", FlagKind.INT, 0, "Most virtual tokens of a prompt adapter.", ge=0),
 )
 
 SPECULATIVE = (

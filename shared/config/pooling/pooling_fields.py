@@ -97,9 +97,9 @@ def _check_flags(values: Values, task: str, config: dict[str, Any]) -> None:
     for name in _OF_TRANSFERS:
         if values.is_given(name) and values[name]:
             raise ConfigError(f"{values.where(name)}: with the task {task} no KV blocks are sent between workers")
-    if adapters.are_enabled(values):
-        name = next(name for name in adapters.ENABLING if values[name])
-        raise ConfigError(f"{values.where(name)}: LoRA adapters are not built yet with the task {task}")
+    for name in (*adapters.ENABLING, *adapters.ENABLING_PROMPTS):
+        if values[name]:
+            raise ConfigError(f"{values.where(name)}: adapters are not built yet with the task {task}")
     num_stages = values.get("pipeline-parallel-size", int)
     if num_stages > 1 and values["worker-cls"] != "mock" and config.get("architectures") and not has_kv(config):
         where = f"{values.where('pipeline-parallel-size')} {num_stages}"

@@ -1,4 +1,4 @@
-"""Settings of LoRA adapters: what a worker holds, and which adapters a deployment begins with."""
+"""Settings of adapters: what a worker holds, and which adapters a deployment begins with."""
 
 from typing import Literal
 
@@ -15,6 +15,7 @@ class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     with_bias: bool = False  # adapters may have biases
     extra_vocab_size: int = 256  # rows of tokens that an adapter may replace, of embedding and of head
     target_modules: list[str] = []  # last parts of names of modules that adapters may change; empty: all
+    long_factors: list[int] = []  # of the model's context, that adapters for longer contexts may have
     fully_sharded: bool = False  # ranks divide both matrices of a pair, and not only the one that the layer divides
 
     def __post_init__(self) -> None:
@@ -24,12 +25,24 @@ class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ValueError(f"max_cpu_loras {self.max_cpu_loras} is less than max_loras, {self.max_loras}")
 
 
+class PromptConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A worker's limits of prompt adapters. Their vectors are in host memory."""
+
+    max_adapters: int = 64  # that are loaded at a time
+    max_tokens: int  # virtual tokens of one
+
+    def __post_init__(self) -> None:
+        if self.max_adapters < 1 or self.max_tokens < 1:
+            raise ValueError(f"prompt adapters: {self.max_adapters} of {self.max_tokens} tokens; at least 1 is needed")
+
+
 class AdapterSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An adapter that is served from the start: --lora-modules."""
+    """An adapter that is served from the start: --lora-modules and --prompt-adapters."""
 
     name: str
     path: str
     parent: str = ""  # shown as its base; empty: the first served name
+    is_prompt: bool = False  # a prompt adapter; False: a LoRA adapter
 
 
 class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from blockyard.shared.config.services.lora import LoraConfig
+from blockyard.shared.config.services.lora import LoraConfig, PromptConfig
 from blockyard.shared.config.services.process import ProcessConfig
 from blockyard.shared.messages import GrammarEngine, KVRole
 
@@ -114,7 +114,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     prefetch_block_bytes: int = 16 * 2**20  # that such a thread reads at a time
     logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
     task: Literal["generate", "embed", "classify", "score", "reward"] = "generate"
-    lora: LoraConfig | None = None  # None: this worker serves no adapters
+    lora: LoraConfig | None = None  # None: this worker serves no LoRA adapters
+    prompts: PromptConfig | None = None  # None: this worker serves no prompt adapters
     pooler_config: str = "{}"  # JSON object: --override-pooler-config
     tensor_parallel_size: int = 1  # ranks of the worker, each with a share of every layer
     max_parallel_loading: int | None = None  # ranks of the host that load weights at a time; None: all
@@ -127,6 +128,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     rank_timeout_s: float = 120.0  # in which all ranks must have joined
     rank_group: str = ""  # name by which ranks of other hosts find the leader
     custom_all_reduce: bool = True  # on GPUs, kernels sum over ranks where they are quicker than NCCL
+
+    @property
+    def long_factors(self) -> list[int]:
+        """Of the model's context, that adapters may have."""
+        return [] if self.lora is None else self.lora.long_factors
 
     @property
     def num_ranks(self) -> int:

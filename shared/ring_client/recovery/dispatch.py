@@ -63,7 +63,7 @@ class Dispatch:
     def retry(self, now: float) -> None:
         """Called about every 0.1 s: sends requests that waited for a time or a scheduler."""
         for entry in list(self.waiting.values()):
-            if entry.not_before_s <= now and self._schedulers.of(entry.model, entry.adapter):
+            if entry.not_before_s <= now and self._schedulers.of(entry.model, *entry.adapters):
                 self.resend(entry, now)
         for entry in self.hold:  # as a new request: the scheduler may refuse it
             entry.heard(now)
@@ -73,7 +73,7 @@ class Dispatch:
     def _send(self, entry: OpenEntry) -> bool:
         """Returns False if there is no scheduler to send it to."""
         before = entry.scheduler
-        candidates = self._schedulers.of(entry.model, entry.adapter)
+        candidates = self._schedulers.of(entry.model, *entry.adapters)
         chosen = before if before in candidates else self._schedulers.most_free(candidates, entry.heard_s)
         if chosen is None or not self._links.send(chosen, entry.frame()):
             entry.assign(None)

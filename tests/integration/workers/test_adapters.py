@@ -12,11 +12,11 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from demo_adapters import demo_adapter
+from demo_adapters import demo_adapter, demo_prompt
 from rig import Server, completion, serve
 from ring_state import left_over, scheduler_stats
 
-MODELS = ("demo", "one", "team/two", "three")
+MODELS = ("demo", "one", "team/two", "three", "tuned")
 FLAGS = (
     "--device",
     "cpu",
@@ -52,9 +52,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def ring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("adapters")
-    for seed, name in enumerate(MODELS[1:]):
+    for seed, name in enumerate(MODELS[1:-1]):
         demo_adapter(folder / name, seed, 4 + seed)
+    demo_prompt(folder / "prompt", 7, 21)
     modules = ("--lora-modules", f"one={folder / 'one'}", "--lora-dir", str(folder))  # requests load the other two
+    modules += ("--prompt-adapters", f"tuned={folder / 'prompt'}", "--max-prompt-adapter-token", "32")
     flags = (*FLAGS, *modules, "--batch-dir", str(folder / "batches"))
     with serve("demo", *flags, log=folder / "log") as server:
         yield server

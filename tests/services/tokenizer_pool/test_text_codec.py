@@ -86,6 +86,13 @@ def test_text(texts: TextCodec, byte_tokenizer: Tokenizer) -> None:
     assert done(texts, text="the quick fox jumps").block_hashes != answer.block_hashes
 
 
+def test_blocks_begin_with_virtual_tokens_and_ids_do_not(texts: TextCodec, byte_tokenizer: Tokenizer) -> None:
+    answer = done(texts, text="the quick fox jumps", adapter_digest=b"digest", num_virtual_tokens=6)
+    ids = byte_tokenizer.encode("the quick fox jumps").ids
+    assert unpack(answer.token_ids) == ids
+    assert answer.block_hashes == block_hashes(root_hash("scope", adapter=b"digest"), pack([0] * 6 + ids), 4)
+
+
 def test_chat_gets_special_tokens_from_its_template_alone(texts: TextCodec, byte_tokenizer: Tokenizer) -> None:
     answer = done(texts, messages=USER, want_text=True, want_pieces=True)
     assert answer.text == "<s><|im_start|>user:the fox<|im_end|>"

@@ -8,7 +8,7 @@ from blockyard.shared.config import adapters, parsed_flags
 from blockyard.shared.config.flags.features import LORA
 from blockyard.shared.config.flags.flag import Flag
 from blockyard.shared.config.parsed_flags import Values
-from blockyard.shared.config.services.lora import AdapterSource, LoraConfig
+from blockyard.shared.config.services.lora import AdapterSource, LoraConfig, PromptConfig
 from blockyard.shared.errors import ConfigError
 
 
@@ -100,6 +100,7 @@ def test_prefill_and_decode_workers_serve_adapters() -> None:
     assert adapters.worker_config(values("--enable-lora", *flags)) == LoraConfig()
 
 
+PROMPTS = ["--enable-prompt-adapter", "--max-prompt-adapter-token", "9"]
 # arguments that give each flag, besides --enable-lora, a value other than its default
 GIVEN = {
     "enable-lora": [],
@@ -112,14 +113,13 @@ GIVEN = {
     "max-cpu-loras": ["--max-cpu-loras", "7"],
     "qlora-adapter-name-or-path": ["--qlora-adapter-name-or-path", "org/q"],
     "fully-sharded-loras": ["--fully-sharded-loras"],
+    "long-lora-scaling-factors": ["--long-lora-scaling-factors", "4.0"],
     "lora-target-modules": ["--lora-target-modules", "q_proj"],
     "lora-max-wait": ["--lora-max-wait", "0.5"],
-}
-REFUSED = {
-    "long-lora-scaling-factors": ["--long-lora-scaling-factors", "4.0"],
-    "enable-prompt-adapter": ["--enable-prompt-adapter"],
-    "max-prompt-adapters": ["--max-prompt-adapters", "2"],
-    "max-prompt-adapter-token": ["--max-prompt-adapter-token", "8"],
+    "enable-prompt-adapter": PROMPTS,
+    "prompt-adapters": ["--prompt-adapters", "p=/p", *PROMPTS[1:]],
+    "max-prompt-adapters": [*PROMPTS, "--max-prompt-adapters", "2"],
+    "max-prompt-adapter-token": [*PROMPTS[:1], "--max-prompt-adapter-token", "8"],
 }
 
 
@@ -127,21 +127,62 @@ def settings(*args: str) -> tuple[object, ...]:
     """What the services get."""
     given = values(*args)
     scheduler = adapters.scheduler_settings(given, adapters.sources(given))
-    return adapters.worker_config(given), scheduler, given.maybe("lora-dir", str)
+    return adapters.worker_config(given), adapters.prompt_config(given), scheduler, given.maybe("lora-dir", str)
 
 
 @pytest.mark.parametrize("flag", LORA, ids=lambda flag: flag.name)
 def test_each_flag_has_an_effect_or_is_refused_by_name(flag: Flag) -> None:
-    if flag.refused:
-        with pytest.raises(ConfigError, match=f"--{flag.name}.*: not built yet: "):
-            values("--enable-lora", *REFUSED[flag.name])
-    elif flag.mapped:
+    assert not flag.refused
+    if flag.mapped:
         assert any(f"--{flag.name}" in note for note in values("--enable-lora", f"--{flag.name}").notes())
     elif flag.name == "lora-dir":
         assert flag.to == ("gateway.lora_dir",)
     else:
-        without = () if flag.name == "enable-lora" else ("--enable-lora",)
+        without = [] if flag.name == "enable-lora" else ["--enable-lora"]
+        without += PROMPTS if flag.name.startswith("max-prompt-") else []
         assert settings("--enable-lora", *GIVEN[flag.name]) != settings(*without)
+
+
+def test_factors_of_longer_contexts() -> None:
+    for given in ("4.0,2", "2 4", "(2.0, 4.0)"):
+        config = adapters.worker_config(values("--enable-lora", "--long-lora-scaling-factors", given))
+        assert config is not None and config.long_factors == [2, 4]
+    for given, text in (("x", "numbers are expected"), ("1.5", "1.5 is not a whole number"), ("1", "at least 2")):
+        with pytest.raises(ConfigError, match=text):
+            adapters.worker_config(values("--enable-lora", "--long-lora-scaling-factors", given))
+
+
+def test_prompt_adapters() -> None:
+    assert adapters.prompt_config(values()) is None
+    given = values("--prompt-adapters", "p=/p", "q=org/q", "--max-prompt-adapter-token", "20")
+    assert adapters.prompt_config(given) == PromptConfig(max_tokens=20)
+    assert adapters.worker_config(given) is None, "it is another flag that serves LoRA adapters"
+    assert adapters.sources(given) == [
+        AdapterSource(name="p", path="/p", is_prompt=True),
+        AdapterSource(name="q", path="org/q", is_prompt=True),
+    ]
+    assert adapters.notes(values("--max-prompt-adapters", "2")) == [
+        "--max-prompt-adapters: nothing without --enable-prompt-adapter"
+    ]
+    assert not adapters.notes(values(*PROMPTS, "--lora-dir", "/x")), "it has folders of both kinds"
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--enable-prompt-adapter"], "--enable-prompt-adapter: needs --max-prompt-adapter-token"),
+        ([*PROMPTS, "-tp", "2"], "-tp 2: not built yet with prompt adapters"),
+        ([*PROMPTS, "--prompt-adapters", "a=/a", "b=/b", "--max-prompt-adapters", "1"], "2 adapters; .*is 1"),
+        ([*PROMPTS, "--prompt-adapters", "a"], "--prompt-adapters: 'a' is not name=path"),
+        ([*PROMPTS, "--prompt-adapters", "a="], "has no name or no path"),
+        ([*PROMPTS, "--prompt-adapters", "a=/a", "--lora-modules", "a=/b"], "--prompt-adapters: 'a' is given twice"),
+    ],
+)
+def test_wrong_prompt_adapters(flags: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        given = values(*flags)
+        adapters.prompt_config(given)
+        adapters.sources(given)
 
 
 def test_an_adapter_of_qlora_is_served_under_its_text() -> None:

@@ -95,7 +95,7 @@ def test_the_default_given_explicitly_is_fine(flag: Flag) -> None:
         (["-spec-draft-tp", "2"], "-spec-draft-tp 2: not built yet: speculative decoding"),
         (["--device=tpu"], "--device tpu: foreign hardware: blockyard runs on cuda and cpu"),
         (["-q", "TPU_int8"], "-q tpu_int8: needs hardware that this project does not support"),
-        (["--enable_prompt_adapter"], "--enable_prompt_adapter: not built yet: prompt adapters"),
+        (["--enable_mixed_moe_lora_format"], "--enable_mixed_moe_lora_format: not built yet: adapters of this kind"),
         (
             ["--tokenizer-mode", "slow"],
             "--tokenizer-mode slow: tokenizers are read from tokenizer.json alone; use auto",
@@ -110,15 +110,15 @@ def test_a_refusal_is_one_line_with_flag_and_reason(args: list[str], line: str) 
 
 def test_all_refusals_are_said_at_once() -> None:
     with pytest.raises(ConfigError) as refusal:
-        Values(parsed_flags.from_command_line(["--enable-prompt-adapter", "-spec-draft-tp", "4", "--port", "1"])[0])
+        Values(parsed_flags.from_command_line(["--specialize-active-lora", "-spec-draft-tp", "4", "--port", "1"])[0])
     refused = [line.partition(":")[0] for line in str(refusal.value).splitlines()]
-    assert refused == ["--enable-prompt-adapter", "-spec-draft-tp 4"]
+    assert refused == ["--specialize-active-lora", "-spec-draft-tp 4"]
 
 
 def test_harmless_values_of_refused_flags_pass() -> None:
     Values(
         parsed_flags.from_command_line(
-            ["-O0", "--no-enable-prompt-adapter", "--num-speculative-tokens", "0", "-tp", "1"]
+            ["-O0", "--no-specialize-active-lora", "--num-speculative-tokens", "0", "-tp", "1"]
         )[0]
     )
 
@@ -126,8 +126,8 @@ def test_harmless_values_of_refused_flags_pass() -> None:
 def test_help_names_every_flag_that_works() -> None:
     text = documents.help_text()
     assert all(f"--{flag.name}" in text for flag in FLAGS.values() if not flag.refused)
-    assert "--enable-prompt-adapter" not in text
-    assert "--enable-prompt-adapter" in documents.help_text(show_refused=True)
+    assert "--specialize-active-lora" not in text
+    assert "--specialize-active-lora" in documents.help_text(show_refused=True)
 
 
 def test_the_table_has_a_row_for_every_flag() -> None:

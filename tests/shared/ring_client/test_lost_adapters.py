@@ -38,6 +38,19 @@ def test_an_adapter_is_loaded_again_and_its_requests_wait() -> None:
     assert schedulers.of("m", "loaded") == [2]
 
 
+def test_a_prompt_adapter_is_loaded_again_as_one() -> None:
+    schedulers, tuned = Schedulers(["m"]), msgspec.structs.replace(adapter("tuned"), num_virtual_tokens=9)
+    before = member(1, "start")
+    assert before.card is not None
+    card = msgspec.structs.replace(before.card, adapters=[*before.card.adapters, tuned])
+    schedulers.changed(msgspec.structs.replace(before, card=card))
+    schedulers.gone(before, 10.0)
+    schedulers.changed(member(2, "start"))
+    assert [command.is_prompt for _, command in schedulers.lost_adapters.take_commands()] == [True]
+    assert schedulers.card("tuned").prompt_adapter == tuned
+    assert schedulers.of("m", "start", "tuned") == [], "a request may wait for two"
+
+
 def test_an_adapter_that_cannot_be_loaded_again_is_lost() -> None:
     schedulers = restarted()
     [(_, command)] = schedulers.lost_adapters.take_commands()

@@ -14,6 +14,7 @@ from plan_driver import as_bytes
 from slot_plans import greedy, prompt_of
 from transformers import PreTrainedModel
 
+from blockyard.services.gpu_worker.interfaces import LoadedAdapter
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.messages import AdapterPlaced, Sampling, SlotResult, SlotRun, SlotStart, StepPlan
 
@@ -69,7 +70,7 @@ def adapted_logits(runner: Runner, ids: list[int], chunks: list[int], place: int
         model.adapter_rows.end()
 
 
-def load_adapters(runner: Runner, folders: Sequence[Path]) -> None:
+def load_adapters(runner: Runner, folders: Sequence[Path]) -> list[LoadedAdapter]:
     """Reads adapters into the host memory of a runner: numbers 1, 2, ..."""
     adapters, done = runner.adapters, []
     assert adapters is not None
@@ -81,6 +82,7 @@ def load_adapters(runner: Runner, folders: Sequence[Path]) -> None:
     errors = [one.error for one in done]
     assert errors == [""] * len(folders), errors
     assert len({one.digest for one in done}) == len(folders)
+    return sorted(done, key=lambda one: one.adapter)
 
 
 class Batch:

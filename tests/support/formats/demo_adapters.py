@@ -21,3 +21,12 @@ def demo_adapter(folder: Path, seed: int, rank: int) -> None:
             tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, WIDTH, generator=generator) * 0.1
             tensors[f"{prefix}.lora_B.weight"] = torch.randn(WIDTH, rank, generator=generator) * 0.1
     save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def demo_prompt(folder: Path, seed: int, num_tokens: int) -> None:
+    """Writes a prompt adapter."""
+    folder.mkdir(parents=True)
+    config = {"peft_type": "P_TUNING", "num_virtual_tokens": num_tokens, "token_dim": WIDTH}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    vectors = torch.randn(num_tokens, WIDTH, generator=torch.Generator().manual_seed(seed)) * 2
+    save_file({"prompt_embeddings": vectors}, folder / "adapter_model.safetensors")

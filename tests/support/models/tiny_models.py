@@ -48,6 +48,7 @@ from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, ReadModules, read_modules
+from blockyard.services.gpu_worker.lora.read_prompt import PromptLimits, ReadPrompt, read_prompt
 from blockyard.services.gpu_worker.models.interface import ModelShape
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
@@ -239,17 +240,29 @@ def greedy_score(model: PreTrainedModel) -> Any:
 class ReaderHere:
     """Implements `AdapterReader` in the process that asks, at once."""
 
-    def __init__(self, limits: AdapterLimits) -> None:
+    def __init__(self, limits: AdapterLimits, prompts: PromptLimits | None = None) -> None:
         self._limits, self._read = limits, list[tuple[int, ReadModules | str]]()
+        self._prompt_limits, self._prompts = prompts, list[tuple[int, ReadPrompt | str]]()
 
-    def ask(self, job: int, path: str) -> None:
+    def ask(self, job: int, path: str, *, is_prompt: bool = False) -> None:
         try:
-            self._read.append((job, read_modules(Path(path), self._limits)))
+            if is_prompt:
+                assert self._prompt_limits is not None
+                self._prompts.append((job, read_prompt(Path(path), self._prompt_limits)))
+            else:
+                self._read.append((job, read_modules(Path(path), self._limits)))
         except AdapterError as e:
-            self._read.append((job, str(e)))
+            if is_prompt:
+                self._prompts.append((job, str(e)))
+            else:
+                self._read.append((job, str(e)))
 
     def receive(self) -> list[tuple[int, ReadModules | str]]:
         found, self._read = self._read, []
+        return found
+
+    def receive_prompts(self) -> list[tuple[int, ReadPrompt | str]]:
+        found, self._prompts = self._prompts, []
         return found
 
     def close(self) -> None:

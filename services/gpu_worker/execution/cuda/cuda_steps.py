@@ -18,7 +18,7 @@ from blockyard.services.gpu_worker.execution.cuda.device_ops import make_device_
 from blockyard.services.gpu_worker.execution.cuda.prefill_graphs import CudaGraphRecorder, PrefillGraphs
 from blockyard.services.gpu_worker.execution.cuda.prefill_kernels import compile_prefills
 from blockyard.services.gpu_worker.execution.cuda.prefill_sizes import MOST_BYTES
-from blockyard.services.gpu_worker.execution.cuda.prefill_steps import PrefillSteps, max_context
+from blockyard.services.gpu_worker.execution.cuda.prefill_steps import PrefillSteps, max_context, token_rows
 from blockyard.services.gpu_worker.execution.cuda.stored_layers import LayerEvents, LayerWords, layer_groups
 from blockyard.services.gpu_worker.execution.device_loop import LaunchedStep, StepRequest
 from blockyard.services.gpu_worker.execution.device_slots import DeviceSlots
@@ -160,7 +160,9 @@ class CudaSteps:
         # latent layers decompress cached tokens in pieces, whose number a graph cannot follow; none measures scales
         pool = self.decodes.pool
         is_captured = not pool.scales_pending and not (pool.shape.has_latent and max_context(rows, table))
-        is_captured = is_captured and not descriptor.is_adapted  # the kernels of such steps are launched one by one
+        vectors = self._batch.input_vectors(*token_rows(rows, table), num_decodes)
+        # the kernels of such steps are launched one by one
+        is_captured = is_captured and not descriptor.is_adapted and vectors is None
         graph = self.graphs.find(descriptor) if is_captured else None
         if graph is not None:
             descriptor = graph.descriptor
@@ -172,7 +174,7 @@ class CudaSteps:
         else:
             buffers = self._begin(step, num_decodes)
             events = LayerEvents(pool.shape.num_layers) if step.sends else None
-            prefill = self.prefills.prepare(buffers, descriptor, rows, table, events)
+            prefill = self.prefills.prepare(buffers, descriptor, rows, table, events, vectors)
             output = prefill.forward()
             prefill.sample(output, step.needs_processing)
             hidden = output.hidden

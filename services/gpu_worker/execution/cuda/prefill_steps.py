@@ -13,12 +13,13 @@ from torch import Tensor
 
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.slots.slot_state import NUM_INPUT_WORDS, StepInputs
+from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.execution.cuda.decode_graphs import DecodeSteps
 from blockyard.services.gpu_worker.execution.cuda.stored_layers import LayerRecorder
 from blockyard.services.gpu_worker.execution.pinned_ring import StepBuffers
 from blockyard.services.gpu_worker.slots import Slots, StepRows
-from blockyard.services.gpu_worker.step import LogitsIndices, Step
+from blockyard.services.gpu_worker.step import InputVectors, LogitsIndices, Step
 
 ALIGNED = 16  # words: kernels are compiled again for views at other alignments
 
@@ -114,6 +115,13 @@ def write_step(words: Tensor, descriptor: BatchDescriptor, step: StepRows, table
     return has_samples
 
 
+def token_rows(step: StepRows, table: Slots) -> tuple[Ints, Ints]:
+    """The slot and the position of each token of a step's prefills."""
+    slots, counts = step.slots[step.num_decodes :], step.counts[step.num_decodes :]
+    rows, ends = np.repeat(slots, counts), np.cumsum(counts)
+    return rows, np.arange(len(rows)) + np.repeat(table.num_computed[slots] + counts - ends, counts)
+
+
 def host_words(words: Tensor, descriptor: BatchDescriptor, num_logits: int | None) -> bytes:
     """Returns what a step sends its followers, see `DeviceForward`. num_logits: None for all tokens."""
     rows, last, places, _, starts = (part.numpy() for part in torch.split(words, descriptor.parts))
@@ -154,8 +162,9 @@ class PrefillSteps:
         step: StepRows,
         table: Slots,
         layers: LayerRecorder | None = None,
+        vectors: InputVectors | None = None,
     ) -> "PrefillStep":
-        """layers: records which layers are stored."""
+        """layers: records which layers are stored. vectors: inputs of tokens in place of their ids."""
         words = buffers.words(sum(descriptor.parts))
         has_samples = write_step(words, descriptor, step, table)
         max_seq_len = int((table.num_computed[step.slots] + step.counts).max())
@@ -164,7 +173,9 @@ class PrefillSteps:
         is_of_host = self._steps.mirror is not None and not (descriptor.num_decodes or descriptor.is_adapted)
         host = words if is_of_host else None
         words = words.to(self._device, non_blocking=True)
-        return PrefillStep(self._steps, descriptor, words, has_samples, max_seq_len, layers, max_context_len, host)
+        return PrefillStep(
+            *(self._steps, descriptor, words, has_samples, max_seq_len, layers, max_context_len, host, vectors)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +201,13 @@ class PrefillStep:
         layers: LayerRecorder | None = None,
         max_context_len: int = 0,
         host: Tensor | None = None,
+        vectors: InputVectors | None = None,
     ) -> None:
         """has_samples: a slot may sample. max_seq_len: of the prompts, with this step; None: unknown.
 
         layers: records which layers are stored. max_context_len: of the prompts, before this step; it need not be known
         unless a layer is latent. host: the words in host memory, of a step without decodes; None: they may not be sent.
+        vectors: inputs of tokens in place of their ids.
         """
         self._steps, self._descriptor, self._has_samples, self._max_seq_len = (
             steps,
@@ -202,7 +215,7 @@ class PrefillStep:
             has_samples,
             max_seq_len,
         )
-        self._layers, self._max_context_len, self._host = layers, max_context_len, host
+        self._layers, self._max_context_len, self._host, self._vectors = layers, max_context_len, host, vectors
         self._words = list(torch.split(words, descriptor.parts))
         self._table = self._words[0].view(NUM_INPUT_WORDS, -1)
         self._inputs = StepInputs(*(row[: descriptor.num_tokens] for row in self._table))
@@ -248,4 +261,4 @@ class PrefillStep:
         words = b"" if self._host is None else host_words(self._host, self._descriptor, num_logits)
         attend = steps.attend(metadata, self._layers, words)
         steps.begin_adapters(inputs.slots, is_adapted=self._descriptor.is_adapted)
-        return steps.model.forward(Step(inputs.token_ids, inputs.positions, attend, logits_indices))
+        return steps.model.forward(Step(inputs.token_ids, inputs.positions, attend, logits_indices, self._vectors))

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from blockyard.services.gpu_worker.interfaces import LoadedAdapter
@@ -50,8 +50,7 @@ class _Reading:
                 return LoadedAdapter(self.adapter, error=error)
             if one.digest != of_leader.digest:
                 return LoadedAdapter(self.adapter, error=f"{self.path} has changed while the ranks were reading it")
-        size_bytes = sum(one.size_bytes for one in found)
-        return LoadedAdapter(self.adapter, of_leader.digest, size_bytes, notes=of_leader.notes)
+        return replace(of_leader, size_bytes=sum(one.size_bytes for one in found))
 
 
 class LeaderAdapters:

@@ -35,6 +35,7 @@ def granite_variant(config: dict[str, Any]) -> tuple[LlamaConfig, LlamaVariant]:
         attention=biased(fields.attention_bias),
         scale=own.attention_multiplier,
         embedding_factor=own.embedding_multiplier / share,
+        scales_vectors=True,
         logits_factor=1.0 / own.logits_scaling,
     )
     return msgspec.structs.replace(fields, rms_norm_eps=fields.rms_norm_eps / share**2), variant

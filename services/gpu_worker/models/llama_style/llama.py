@@ -80,6 +80,7 @@ class LlamaVariant:
     rotates_part: bool = False  # of each head, see `read_rope`
     max_positions: int | None = None  # longest sequence; None: the shortest that a layer's rotation supports
     embedding_factor: float = 1.0
+    scales_vectors: bool = False  # see `TokenEmbedding`
     logits_factor: float = 1.0
     logits_soft_cap: float | None = None
     make_norm: Callable[[WeightTable, str], Norm] | None = None  # given the name in checkpoints; None: RMSNorm
@@ -106,7 +107,11 @@ def build_llama(
     shapes = _shapes(fields, variant, table)
     rotations = variant.rotations or (read_rotary(config, fields, variant.rotates_part),) * num_layers
     layers = LinearLayers(table, config)
-    embedding = TokenEmbedding(layers, "model.embed_tokens", fields.vocab_size, hidden, factor=variant.embedding_factor)
+    embedding = TokenEmbedding(
+        *(layers, "model.embed_tokens", fields.vocab_size, hidden),
+        factor=variant.embedding_factor,
+        scales_vectors=variant.scales_vectors,
+    )
 
     def make_norm(name: str) -> Norm:
         if variant.make_norm is not None:

@@ -7,6 +7,7 @@ import pytest
 
 from blockyard.shared.messages import AdapterCard, Control, Controlled, ControlVerb, Generate, Tokenize
 
+PROMPT = AdapterCard("tuned", "/adapters/tuned", "base", b"fedcba9876543210", 7, num_virtual_tokens=20)
 CARD = AdapterCard("sql", "/adapters/sql", "base", b"0123456789abcdef", 7)
 
 
@@ -63,3 +64,34 @@ async def test_wrong_bodies(rig, body: dict[str, object], field: str) -> None:
         status, answer = await r.post("/v1/load_lora_adapter", body)
         assert (status, answer["error"]["param"]) == (400, field)
         assert not r.ring.frames(Control)
+
+
+async def test_a_prompt_adapter_is_loaded_named_and_takes_room_of_the_context(rig, tmp_path: Path) -> None:
+    (tmp_path / "tuned").mkdir()
+    async with rig(lora_dir=str(tmp_path)) as r:
+        r.ring.control = lambda frame: Controlled(frame.request_id, 200, "", 0, False, adapters=[PROMPT])
+        asked = {"prompt_adapter_name": "tuned", "prompt_adapter_path": "tuned"}
+        async with r.http.post("/v1/load_prompt_adapter", json=asked) as answer:
+            assert (answer.status, await answer.text()) == (200, "Success: prompt adapter 'tuned' added successfully.")
+        [sent] = r.ring.frames(Control)
+        wanted = Control(
+            "", ControlVerb.LOAD_ADAPTER, adapter="tuned", adapter_path=str(tmp_path / "tuned"), is_prompt=True
+        )
+        assert msgspec.structs.replace(sent, request_id="") == wanted
+        async with r.http.get("/v1/models") as answer:
+            base, *_, tuned = (await answer.json())["data"]
+        assert tuned["max_model_len"] == base["max_model_len"] - 20
+        status, body = await r.post("/v1/completions", {"model": "tuned", "prompt": "abc", "max_tokens": 1})
+        assert (status, body["model"], body["usage"]["prompt_tokens"]) == (200, "tuned", 3)
+        work, frame = r.ring.frames(Tokenize)[-1], r.ring.frames(Generate)[-1]
+        assert (work.adapter_digest, work.num_virtual_tokens) == (PROMPT.digest, 20)
+        assert (frame.adapter, frame.prompt_adapter, frame.prompt_adapter_digest) == ("", "tuned", PROMPT.digest)
+        room = tuned["max_model_len"]
+        status, body = await r.post("/v1/completions", {"model": "tuned", "prompt": "a" * (room + 1)})
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+        async with r.http.post("/v1/unload_prompt_adapter", json={"prompt_adapter_name": "tuned"}) as answer:
+            assert answer.status == 200
+        sent = r.ring.frames(Control)[-1]
+        assert (sent.verb, sent.adapter, sent.is_prompt) == (ControlVerb.UNLOAD_ADAPTER, "tuned", True)
+        status, body = await r.post("/v1/load_prompt_adapter", {"prompt_adapter_name": "x", "prompt_adapter_path": "/"})
+        assert (status, body["error"]["param"]) == (400, "prompt_adapter_path")

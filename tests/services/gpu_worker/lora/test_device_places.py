@@ -46,10 +46,10 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def on_device(folders: list[Path]) -> Runner:
     """A runner with the steps of a GPU, and its adapters in places of a device."""
     runner = start(folders[0], lora=LORA)
-    assert runner.adapters is not None
+    assert runner.adapters is not None and runner.adapters.lora is not None
     with torch.inference_mode():  # as a worker starts
         places = DevicePlaces(runner.model, 2, LIMITS, KERNELS, torch.device("cpu"), SameMemory())
-    runner.adapters.places = places
+    runner.adapters.lora.places = places
     run_ahead(runner, 16)
     runner.reset(8)
     load_adapters(runner, folders[1:])

@@ -113,9 +113,9 @@ def test_steps_go_on_while_an_adapter_is_read_and_its_reader_killed(folder: Path
     runner, here = with_process(folder), start(folder / "base", lora=LORA)
     here.reset(8)
     want = Batch(here, [None], []).run(30)
-    assert runner.adapters is not None
+    assert runner.adapters is not None and runner.adapters.lora is not None
     runner.adapters.load(1, str(folder / "adapter"))
-    reader = runner.adapters._reader
+    reader = runner.adapters.lora._reader
     assert isinstance(reader, ReaderProcess)
     os.kill(reader.process_id, signal.SIGKILL)
     assert Batch(runner, [None], []).run(30) == want
@@ -132,8 +132,8 @@ def test_a_runner_that_is_dropped_leaves_neither_its_model_nor_the_process(folde
     runner = with_process(folder)
     load_adapters(runner, [folder / "adapter"])
     adapt(runner, folder / "adapter")
-    assert runner.adapters is not None
-    held, reader = weakref.ref(runner.model), runner.adapters._reader
+    assert runner.adapters is not None and runner.adapters.lora is not None
+    held, reader = weakref.ref(runner.model), runner.adapters.lora._reader
     assert isinstance(reader, ReaderProcess)
     process_id = reader.process_id
     del runner

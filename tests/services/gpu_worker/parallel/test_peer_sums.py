@@ -23,7 +23,7 @@ from blockyard.services.gpu_worker.parallel.peer_memory import PeerMemory
 from blockyard.services.gpu_worker.parallel.peer_sums import PeerSums
 from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankGroup, connect_cpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
-from blockyard.services.gpu_worker.parallel.sum_measurement import SumMeasurement
+from blockyard.services.gpu_worker.parallel.sum_measurement import SumMeasurement, choose_sums
 from blockyard.services.gpu_worker.parallel.sum_table import SIZES, SumTable, SumWay, same_way
 from blockyard.shared.errors import RankLostError
 
@@ -138,6 +138,26 @@ def test_all_ranks_have_the_table_that_the_leader_has_measured(
     in_order = SumMeasurement(of_three, memory, None, 64, torch.float16).in_order()
     for rows in (1, 60):
         assert in_order.way(torch.zeros(rows, 64), has_norm=True) is SumWay.ONE_STEP
+
+
+@pytest.mark.parametrize("refused", ["", "peer access is not supported"])
+def test_gpus_that_do_not_reach_each_other_are_a_line(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_memory(group: RankGroup, device: torch.device, half_bytes: int) -> OwnMemory:
+        if refused:
+            raise OSError(refused)
+        return OwnMemory(num_ranks=3)
+
+    def no_symmetric(*_: object) -> None:
+        raise RuntimeError("no symmetric memory")
+
+    monkeypatch.setattr(sum_measurement, "PeerMemory", open_memory)
+    monkeypatch.setattr(sum_measurement, "SymmetricSums", no_symmetric)
+    group, lines = RankGroup(Shard(0, 3), GROUP, torch.device("cpu")), list[str]()
+    monkeypatch.setattr(group, "least", lambda value: value)
+    found = choose_sums(group, Path(), 64, torch.float16, lines.append, in_order=True)
+    assert (found is None) == bool(refused)
+    [line] = lines
+    assert (refused if refused else "one step to") in line
 
 
 def run_rank(rank: int, size: int, folder: Path) -> None:

@@ -125,46 +125,23 @@ def test_the_number_of_sequences_follows_the_memory_of_a_gpu(tmp_path: Path, sma
     assert CpuBackend().fit_num_seqs(config, 1 << 20) is config
 
 
-@pytest.mark.parametrize(("asked", "refused"), [(True, ""), (True, "peer access is not supported"), (False, "")])
-def test_ranks_sum_by_kernels_unless_a_flag_or_the_gpus_forbid_it(
-    asked: bool, refused: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("asked", [True, False])
+def test_ranks_sum_by_kernels_unless_a_flag_forbids_it(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """--disable-custom-all-reduce."""
-    opened: list[int] = []
+    kernels, chosen = SimpleNamespace(), list[tuple[int, bool]]()
 
-    def open_memory(group: RankGroup, device: torch.device, half_bytes: int) -> SimpleNamespace:
-        opened.append(half_bytes)
-        if refused:
-            raise OSError(refused)
-        return SimpleNamespace()
+    def choose(
+        group: RankGroup, folder: Path, width: int, dtype: torch.dtype, note: object, *, in_order: bool
+    ) -> SimpleNamespace:
+        chosen.append((width, in_order))
+        return kernels
 
-    kernels = SimpleNamespace(describe=lambda: "sums of ranks: one step to 1 MiB")
-    measured: list[int] = []
-
-    def measure(group: object, memory: object, symmetric: object, width: int, dtype: torch.dtype) -> SimpleNamespace:
-        assert symmetric is None
-        measured.append(width)
-        return SimpleNamespace(in_order=lambda: kernels)
-
-    def no_symmetric(*_: object) -> None:
-        raise RuntimeError("no symmetric memory")
-
-    monkeypatch.setattr(cuda, "SymmetricSums", no_symmetric)
-    monkeypatch.setattr(cuda, "PeerMemory", open_memory)
-    monkeypatch.setattr(cuda, "SumMeasurement", measure)
-    lines: list[str] = []
-    report = StartReport(lambda phase, done, notes: lines.__setitem__(slice(None), notes))
+    monkeypatch.setattr(cuda, "choose_sums", choose)
     linears = [SimpleNamespace(is_partial=False, shape=(8, 16)), SimpleNamespace(is_partial=True, shape=(16, 8))]
     model: Any = SimpleNamespace(linears=lambda: linears, table=SimpleNamespace(dtype=torch.bfloat16))
     ranks = RankGroup(Shard(0, 2), cast("Any", None), GPU)
-    monkeypatch.setattr(ranks, "least", lambda value: value)
     config = settings(Path("model"), custom_all_reduce=asked, batch_invariant=True, tensor_parallel_size=2)
     for _ in range(2):  # again after deep sleep
-        CudaBackend(GPU).pick_sums(model, ranks, config, report)
-    report.phase("ready")
-    if asked and not refused:
-        assert ranks.kernels is kernels and measured == [8] and len(opened) == 1
-        assert lines[-1] == "sums of ranks: one step to 1 MiB"
-    else:
-        assert ranks.kernels is None and not measured and len(opened) == 2 * asked
-        assert not asked or refused in lines[-1]
+        CudaBackend(GPU).pick_sums(model, ranks, config, StartReport(lambda phase, done, notes: None))
+    assert chosen == [(8, True)] * asked
+    assert ranks.kernels is (kernels if asked else None)

@@ -5,16 +5,23 @@ from zlib import crc32
 
 import msgspec
 
+from blockyard.services.gpu_worker.mock.adapters import VIRTUAL_TOKENS
 from blockyard.services.gpu_worker.mock.batch import Pattern, likeliest
 from blockyard.services.scheduler.sequences.beam_search import BeamSearch, Finished, Hypothesis
 from blockyard.shared.messages import Generate
+from blockyard.shared.token_ids import virtual_ids
 
 from .fakes import ids_list
 
 
+def known_prompt(frame: Generate) -> list[int]:
+    """The prompt behind the virtual tokens of its adapter."""
+    return ids_list(virtual_ids(VIRTUAL_TOKENS if frame.prompt_adapter else 0) + frame.prompt_ids)
+
+
 def beam_reference(frame: Generate, pattern: Pattern, eos: list[int], max_model_len: int) -> list[Finished]:
     assert frame.beam is not None
-    prompt = ids_list(frame.prompt_ids)
+    prompt = known_prompt(frame)
     steps = BeamSearch(frame.beam, frame.sampling, len(prompt))
     steps.shorten(max_model_len - len(prompt))
     asked = msgspec.structs.replace(frame.sampling, ignore_eos=True)

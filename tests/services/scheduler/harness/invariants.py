@@ -19,7 +19,7 @@ from blockyard.services.scheduler.sequences.requests import Phase, QueueAmount, 
 from blockyard.services.scheduler.transfers.handovers import NOT_LANDED
 from blockyard.shared.messages import FinishReason
 
-from .beam_reference import beam_reference
+from .beam_reference import beam_reference, known_prompt
 from .fakes import Journal, ids_list
 
 EOS = 7
@@ -27,7 +27,7 @@ EOS = 7
 
 def check_tokens(journal: Journal, pattern: Pattern, max_model_len: int) -> None:
     """Ids, log-probabilities and finish reasons equal those of an undisturbed run."""
-    prompt = ids_list(journal.frame.prompt_ids)
+    asked, prompt = ids_list(journal.frame.prompt_ids), known_prompt(journal.frame)
     sampling = journal.frame.sampling
     room = min(sampling.max_tokens, max_model_len - len(prompt))
     if journal.frame.beam is not None:
@@ -54,13 +54,13 @@ def check_tokens(journal: Journal, pattern: Pattern, max_model_len: int) -> None
         ):
             outs = journal.outputs.values()  # one of the choices computed the prompt
             found = {p: logprobs.token_id for out in outs for p, logprobs in out.prompt_logprobs.items()}
-            assert found == dict(enumerate(prompt[1:], 1)), name
+            assert found == dict(enumerate(asked[1:], 1)), name
 
 
 def check_beams(journal: Journal, pattern: Pattern, max_model_len: int) -> None:
     """Hypotheses equal those of an undisturbed search."""
     frame = journal.frame
-    if len(ids_list(frame.prompt_ids)) >= max_model_len:
+    if len(known_prompt(frame)) >= max_model_len:
         return
     best = beam_reference(frame, pattern, [EOS], max_model_len)
     for index, out in journal.outputs.items():

@@ -42,6 +42,7 @@ SHAPES: dict[str, list[object]] = {
     "window": [None, None, None, 1, 5, 12],
     "pooling": ["", "", "", "encoder", "last", "mean"],
     "num_adapters": [0, 0, 3],
+    "num_prompt_adapters": [0, 0, 2],
     "num_adapter_places": [1, 2],
     "num_host_adapters": [1, 2, 3],
     "num_stages": [1, 1, 2, 3],
@@ -162,6 +163,7 @@ class Program:
             beam=beam,
             batch_line=(a + b) % 6 == 5,
             adapter=self._adapter(a, b),
+            prompt_adapter=self._prompt_adapter(a, b),
             **sampling,
         )
 
@@ -180,8 +182,13 @@ class Program:
 
     def _adapter(self, a: int, b: int) -> str:
         """A request in two has one, of those that are served."""
-        served = self.world.core.adapters.cards
-        return served[(a + 3 * b) % len(served)].name if served and b % 2 else ""
+        served = [card.name for card in self.world.core.adapters.cards if not card.is_prompt]
+        return served[(a + 3 * b) % len(served)] if served and b % 2 else ""
+
+    def _prompt_adapter(self, a: int, b: int) -> str:
+        """As `_adapter`, also beside one."""
+        served = [card.name for card in self.world.core.adapters.cards if card.is_prompt]
+        return served[(a + b) % len(served)] if served and b % 3 == 1 else ""
 
     def _prompt(self, a: int, b: int, num_prompt: int) -> list[int]:
         """Many prompts share a prefix, and some continue the output of another request."""

@@ -39,6 +39,7 @@ class Shape:
     num_adapter_places: int = 0  # of each worker
     num_host_adapters: int = 0
     num_adapters: int = 0  # that requests may name: "a0", "a1", ...
+    num_prompt_adapters: int = 0  # "p0", "p1", ..., each of VIRTUAL_TOKENS
     num_stages: int = 1  # pipeline stages of each worker
     balanced_context: int = 0  # with stages
     failing: bool = False  # sometimes a fetch from host memory fails

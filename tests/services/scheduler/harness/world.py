@@ -39,12 +39,14 @@ from blockyard.shared.messages import (
     TokenBatch,
     TokenStep,
 )
+from blockyard.shared.token_ids import virtual_ids
 
 from . import fake_transfers
+from .beam_reference import known_prompt
 from .fake_pools import PoolJournal, card_of, pool_frame
 from .fake_transfers import FakeTransfers
 from .fake_worker import SCHEDULER, FailingKV, FakeWorker, WaitingRunner
-from .fakes import FakeDetokenizer, FakeGateway, Journal, ids_bytes, ids_list
+from .fakes import FakeDetokenizer, FakeGateway, Journal, ids_bytes
 from .invariants import EOS, check, check_group, check_tokens
 from .shape import Shape
 
@@ -95,6 +97,10 @@ class World:
                 adapters=adapters
                 or AdapterSettings(
                     sources=[AdapterSource(name=f"a{i}", path=f"/{i}") for i in range(shape.num_adapters)]
+                    + [
+                        AdapterSource(name=f"p{i}", path=f"/p{i}", is_prompt=True)
+                        for i in range(shape.num_prompt_adapters)
+                    ]
                 ),
             ),
             created=0,
@@ -152,7 +158,10 @@ class World:
             pooling=card_of(s.pooling, s.max_model_len),
             num_adapter_places=s.num_adapter_places,
             num_host_adapters=max(s.num_host_adapters, s.num_adapter_places),
-            num_stages=1 if s.pooling or s.num_adapters else s.num_stages,  # stages serve neither
+            num_prompt_adapters=8 if s.num_prompt_adapters else 0,
+            num_stages=1
+            if s.pooling or s.num_adapters or s.num_prompt_adapters
+            else s.num_stages,  # they serve neither
             balanced_context=s.balanced_context if s.num_stages > 1 else 0,
         )
         links = FakeLinks(Member("gpu_worker", Role.GPU_WORKER, incarnation, "", ready=True))
@@ -260,6 +269,7 @@ class World:
         extra_keys: Sequence[ExtraKey] = (),
         batch_line: bool = False,
         adapter: str = "",
+        prompt_adapter: str = "",
         kv_transfer_params: bytes = b"",
         **sampling: object,
     ) -> Generate:
@@ -269,8 +279,11 @@ class World:
         named = len(gateway.journals) % 2
         found = self.core.adapters.named(adapter)
         digest = b"" if found is None else found.digest
-        root = root_hash(SCOPE, cache_salt=salt, adapter=digest)
-        names = block_hashes(root, ids_bytes(prompt), self.shape.block_size, extra_keys)
+        of_prompt = self.core.adapters.named(prompt_adapter)
+        prompt_digest = b"" if of_prompt is None else of_prompt.digest
+        root = root_hash(SCOPE, cache_salt=salt, adapter=digest + prompt_digest)
+        virtual = virtual_ids(0 if of_prompt is None else of_prompt.num_virtual_tokens)
+        names = block_hashes(root, virtual + ids_bytes(prompt), self.shape.block_size, extra_keys)
         frame = gateway.new(
             request_id,
             prompt,
@@ -286,6 +299,8 @@ class World:
             batch_line=batch_line,
             adapter=adapter,
             adapter_digest=digest,
+            prompt_adapter=prompt_adapter,
+            prompt_adapter_digest=prompt_digest,
             kv_transfer_params=kv_transfer_params,
         )
         self.tell(gateway.incarnation, frame)
@@ -365,8 +380,11 @@ class World:
     def _check_places(self) -> None:
         """Every sequence that runs has its own adapter, once the plans that are sent have run."""
         for incarnation, group in self.core.groups.items():
-            for running in group.running if self.shape.num_adapters else ():
-                adapter = running.sequence.request.adapter
+            for running in group.running if self.shape.num_adapters or self.shape.num_prompt_adapters else ():
+                request = running.sequence.request
+                if request.prompt_adapter is not None and incarnation in self.workers:
+                    assert group.prompts.can_start(request.prompt_adapter), "the worker has no such adapter"
+                adapter = request.adapter
                 assert (running.adapter_place is None) == (adapter is None)
                 if adapter is not None and incarnation in self.workers:
                     assert self.workers[incarnation].places[running.adapter_place] == adapter
@@ -417,9 +435,10 @@ class World:
         states: dict[bytes, int] = {}
         for journal in [j for g in self.gateways.values() for j in g.journals.values()] + self.done:
             frame = journal.frame
-            root = root_hash(SCOPE, cache_salt=frame.cache_salt, adapter=frame.adapter_digest)
+            digests = frame.adapter_digest + frame.prompt_adapter_digest
+            root = root_hash(SCOPE, cache_salt=frame.cache_salt, adapter=digests)
             for out in journal.outputs.values():
-                ids = array("I", ids_list(journal.frame.prompt_ids) + out.ids)
+                ids = array("I", known_prompt(frame) + out.ids)
                 names = split_hashes(block_hashes(root, ids.tobytes(), size, journal.frame.extra_keys))
                 states |= {name: crc32(ids[: size * end]) for end, name in enumerate(names, 1)}
         for block, name in kv.hashes.items():

@@ -100,8 +100,8 @@ def test_fields_of_a_worker(tmp_path: Path) -> None:
         (("--override-pooler-config", '{"step_tag_id": 1}'), {}, "only with pooling_type STEP"),
         ((), {"hidden_size": 16}, "hidden states of 8 numbers, config.json means 16"),
         (("--kv-transfer-config", '{"kv_connector": "auto"}'), {}, "no KV blocks are sent"),
-        (("--enable-lora",), {}, "^--enable-lora: LoRA adapters are not built yet with the task embed$"),
-        (("--lora-modules", "a=/a"), {}, "^--lora-modules: LoRA adapters are not built yet with the task embed$"),
+        (("--enable-lora",), {}, "^--enable-lora: adapters are not built yet with the task embed$"),
+        (("--lora-modules", "a=/a"), {}, "^--lora-modules: adapters are not built yet with the task embed$"),
         (("-pp", "2"), {}, "^-pp 2: not built yet with XLMRobertaModel, an encoder runs in one stage$"),
     ],
 )

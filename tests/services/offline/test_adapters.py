@@ -1,0 +1,71 @@
+"""Requests of the offline API with adapters of both kinds, on a ring with a mock worker."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from blockyard import LLM, BeamSearchParams, LoRARequest, PromptAdapterRequest, RequestError, SamplingParams
+
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, seed=1)
+PROMPT, LORA = PromptAdapterRequest("tuned", 1, "/tuned"), LoRARequest("sql", 1, "/sql")
+IDS = list(range(20, 40))
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    flags = {"enable_lora": True, "enable_prompt_adapter": True, "max_prompt_adapter_token": 8}
+    with LLM(worker_cls="mock", max_model_len=64, log_level="warning", **flags) as llm:
+        yield llm
+
+
+def ids(llm: LLM, **requests: object) -> list[int]:
+    output = llm.generate({"prompt_token_ids": IDS}, PARAMS, use_tqdm=False, **requests)[0]  # type: ignore[arg-type]
+    assert output.prompt_token_ids == IDS
+    return list(output.outputs[0].token_ids)
+
+
+def test_each_call_takes_both_kinds(llm: LLM) -> None:
+    """The mock worker's tokens follow from their positions, which virtual tokens move."""
+    plain, tuned = ids(llm), ids(llm, prompt_adapter_request=PROMPT)
+    assert tuned[:1] == plain[5:6] and ids(llm, lora_request=LORA) == plain
+    assert ids(llm, lora_request=LORA, prompt_adapter_request=PROMPT) == tuned
+    assert ids(llm, prompt_adapter_request=PromptAdapterRequest("tuned")) == tuned, "it is loaded"
+    each = llm.generate(["a", "a"], PARAMS, use_tqdm=False, prompt_adapter_request=[None, PROMPT])
+    assert each[0].outputs[0].token_ids != each[1].outputs[0].token_ids
+    messages = [{"role": "user", "content": "a"}]
+    assert llm.chat(messages, PARAMS, use_tqdm=False, prompt_adapter_request=PROMPT)[0].outputs[0].token_ids
+    beams = llm.beam_search(["a"], BeamSearchParams(2, 4), prompt_adapter_request=PROMPT)
+    assert len(beams[0].sequences) == 2
+    llm.llm_engine.add_request("1", {"prompt_token_ids": IDS}, PARAMS, prompt_adapter_request=PROMPT)
+    outputs = []
+    while llm.llm_engine.has_unfinished_requests():
+        outputs += llm.llm_engine.step()
+    assert outputs[-1].outputs[0].token_ids == tuned
+
+
+def test_virtual_tokens_take_room_of_the_context(llm: LLM) -> None:
+    longest = {"prompt_token_ids": [5] * 58}
+    assert (
+        len(llm.generate(longest, PARAMS, use_tqdm=False, prompt_adapter_request=PROMPT)[0].outputs[0].token_ids) == 1
+    )
+    with pytest.raises(RequestError, match="maximum context length is 59 tokens"):
+        llm.generate({"prompt_token_ids": [5] * 59}, PARAMS, use_tqdm=False, prompt_adapter_request=PROMPT)
+
+
+def test_what_is_refused_by_name(llm: LLM) -> None:
+    for asked, text in (
+        ({"prompt_adapter_request": object()}, "prompt_adapter_request must be a PromptAdapterRequest"),
+        ({"prompt_adapter_request": [None, None]}, "2 prompt_adapter_requests for 1 prompts"),
+        (
+            {"prompt_adapter_request": PromptAdapterRequest("no")},
+            "'no' is not loaded, and prompt_adapter_local",
+        ),
+        ({"prompt_adapter_request": PromptAdapterRequest("x", 1, "/broken")}, "/broken is broken"),
+        ({"lora_request": LoRARequest("tuned")}, "'tuned' is a prompt adapter"),
+    ):
+        with pytest.raises(RequestError, match=text):
+            ids(llm, **asked)
+    with pytest.raises(RequestError, match="prompt_adapter_id must be at least 1"):
+        PromptAdapterRequest("a", 0)
+    with pytest.raises(RequestError, match="prompt_adapter_name is empty"):
+        PromptAdapterRequest("")
