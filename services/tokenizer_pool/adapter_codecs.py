@@ -27,7 +27,11 @@ def load_adapter_texts(path: str, config: TokenizerConfig) -> TextCodec:
 
 
 class AdapterCodecs:
-    """Finds the codec of a request, and loads that of an adapter when its first request comes."""
+    """Finds the codec of a request, and loads that of an adapter when its first request comes.
+
+    A tokenizer takes as much memory as a hundred prompts. It is loaded outside the limits of a job, and what it takes
+    is no growth for which the worker would be replaced: the next one would load it again.
+    """
 
     def __init__(self, base: TextCodec, config: TokenizerConfig, phases: ProcessLimits) -> None:
         """phases: limits of this worker's jobs."""
