@@ -176,6 +176,7 @@ LAYERS["services/tokenizer_pool"] = (
     "fill_in_middle",
     "text_batches",
     "text_codec",
+    "adapter_codecs",
     "text_worker",
 )
 LAYERS["services/tokenizer_pool"] += ("grammar_worker", "grammar_checks", "service", "__main__")

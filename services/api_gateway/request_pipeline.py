@@ -37,7 +37,7 @@ from blockyard.shared.ring_client.choice_reader import ChoiceReader, open_reader
 from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.journal import ChoiceLog, JournalEntry, Sink
 from blockyard.shared.ring_client.request_fields import limits
-from blockyard.shared.ring_client.request_fields.adapter_fields import generate_fields
+from blockyard.shared.ring_client.request_fields.adapter_fields import adapter_tokenizer, generate_fields
 from blockyard.shared.ring_client.request_fields.output_format import ModelFormats, finds_reasoning
 from blockyard.shared.ring_client.schedulers import not_ready
 from blockyard.shared.token_ids import num_ids, unpack
@@ -297,10 +297,11 @@ class RequestPipeline:
         if request.text.tokens_as_ids:
             return [(t, f"token_id:{int.from_bytes(i, 'little')}") for t, i in zip(texts, first_ids, strict=True)]
         names = [f"{p.request_id}-first" for p in prompts]
-        model = request.card.names[0]
-        firsts = await asyncio.gather(
-            *(self.detokenize(Detokenize(n, model, i, tenant)) for n, i in zip(names, first_ids, strict=True))
-        )
+        model, adapter = request.card.names[0], adapter_tokenizer(request.card)
+        works = [
+            Detokenize(name, model, ids, tenant, adapter=adapter) for name, ids in zip(names, first_ids, strict=True)
+        ]
+        firsts = await asyncio.gather(*map(self.detokenize, works))
         return [(text, first.text) for text, first in zip(texts, firsts, strict=True)]
 
 

@@ -77,6 +77,7 @@ class Stream:
 
     def __init__(self, scheduler: int, opened: StreamOpen, table: TokenTable) -> None:
         options = opened.options
+        self.table = table
         self.request_id = opened.request_id
         self.attempt = opened.attempt
         self.choice = opened.choice

@@ -9,7 +9,7 @@ from itertools import repeat
 import msgspec
 
 from blockyard.services.detokenizer.stream import DecodedText, Stream
-from blockyard.services.detokenizer.token_table import TokenTable, UnknownToken
+from blockyard.services.detokenizer.token_table import AdapterTables, TokenTable, UnknownToken
 from blockyard.shared.messages import (
     NO_LOGPROBS,
     FinishReason,
@@ -64,7 +64,7 @@ class TextStreams:
     """Streams by request and choice. The highest attempt wins, and every stream ends with one final delta."""
 
     def __init__(self, table: TokenTable) -> None:
-        self._table = table
+        self._tables = AdapterTables(table)
         self._streams: dict[str, dict[int, Stream]] = {}
         self._called: defaultdict[int, dict[int, Stream]] = defaultdict(
             dict
@@ -111,7 +111,7 @@ class TextStreams:
             if before.attempt >= opened.attempt:
                 return
             self._forget(before)
-        stream = Stream(scheduler, opened, self._table)
+        stream = Stream(scheduler, opened, self._tables.of(opened))
         self._streams.setdefault(opened.request_id, {})[opened.choice] = stream
         if opened.stream:
             self._called[scheduler][opened.stream] = stream
@@ -179,8 +179,8 @@ class TextStreams:
         logprobs: list[TextLogprobs] = []
         prompt_logprobs: list[TextLogprobs] = []
         try:
-            logprobs = with_tokens(step.logprobs[known:], self._table, stream.as_ids)
-            prompt_logprobs = with_tokens(step.prompt_logprobs, self._table, stream.as_ids)
+            logprobs = with_tokens(step.logprobs[known:], stream.table, stream.as_ids)
+            prompt_logprobs = with_tokens(step.prompt_logprobs, stream.table, stream.as_ids)
         except UnknownToken as e:
             taken = taken._replace(error=taken.error or str(e))
         if taken.stop is None and not taken.error and not taken.repeats and step.finish is None:

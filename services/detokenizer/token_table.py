@@ -5,17 +5,21 @@ stream joins table entries and keeps only the bytes of an incomplete character. 
 token's text depends on its neighbours, and the tokenizer decodes a window of ids.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
 import msgspec
+from tokenizers import AddedToken as AddedTokenText
 from tokenizers import Tokenizer
 
 from blockyard.shared.errors import RequestError
+from blockyard.shared.messages import AddedToken, StreamOpen
 
 MAX_SHOWN_SETS = 64  # gateways ask for few
+MOST_TABLES = 64  # of adapters: each has the texts of the tokens that its streams had
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class UnknownToken(RequestError):
@@ -103,7 +107,7 @@ class TokenTable:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
+        self.vocab_size = self.model_vocab_size = vocab_size
         self.decoding = decoding_of(tokenizer)
         self._added = tokenizer.get_added_tokens_decoder()
         self.pieces = Pieces(self, skip_special=False)
@@ -111,8 +115,23 @@ class TokenTable:
         self._pieces_showing: dict[frozenset[str], Pieces] = {}
         self._raw: dict[int, bytes] = {}
 
+    def with_added(self, tokens: Sequence[AddedToken], vocab_size: int) -> "TokenTable":
+        """The table of an adapter's requests: these tokens are not in the model's tokenizer.
+
+        vocab_size: with the ids that the adapter adds.
+        """
+        own = [AddedTokenText(one.text, special=one.is_special, normalized=False) for one in tokens]
+        tokenizer = self.tokenizer
+        if own and self.decoding.kind is TokenKind.WINDOW:  # its decoder needs them
+            tokenizer = Tokenizer.from_str(tokenizer.to_str())
+            tokenizer.add_tokens(own)
+        table = TokenTable(tokenizer, vocab_size)
+        table._added |= dict(zip((one.token_id for one in tokens), own, strict=True))
+        return table
+
     def raise_vocab_size(self, model_vocab_size: int) -> None:
         """The model may have more ids than the tokenizer: padding of its embedding, without text."""
+        self.model_vocab_size = model_vocab_size
         self.vocab_size = max(self.vocab_size, model_vocab_size)
 
     def is_added(self, token_id: int) -> bool:
@@ -125,6 +144,8 @@ class TokenTable:
         """Returns the token in the vocabulary's spelling; None for a padding id of the model. Raises UnknownToken."""
         if not 0 <= token_id < self.vocab_size:
             raise UnknownToken(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")
+        if token_id in self._added:
+            return str(self._added[token_id].content)
         text: str | None = self.tokenizer.id_to_token(token_id)
         return text
 
@@ -198,3 +219,22 @@ class Pieces(dict[int, str | bytes]):
     def __missing__(self, token_id: int) -> str | bytes:
         piece = self[token_id] = self._table.piece(token_id, self._skip_special, self._shown)
         return piece
+
+
+class AdapterTables:
+    """Finds the table of a stream, by what its adapter adds."""
+
+    def __init__(self, base: TokenTable) -> None:
+        self._base = base
+        self._tables: dict[bytes, TokenTable] = {}  # the one last used at the end
+
+    def of(self, opened: StreamOpen) -> TokenTable:
+        if not opened.num_added_tokens and not opened.added_tokens:
+            return self._base
+        vocab_size = self._base.model_vocab_size + opened.num_added_tokens
+        key = _encode((vocab_size, opened.added_tokens))
+        table = self._tables.pop(key, None) or self._base.with_added(opened.added_tokens, vocab_size)
+        self._tables[key] = table
+        if len(self._tables) > MOST_TABLES:
+            del self._tables[next(iter(self._tables))]
+        return table

@@ -42,7 +42,8 @@ class Batch:
         shape = self._geometry
         self.block_hashes.readmit_all()
         self.host_swap.reset()
-        self.slots = Slots(num_slots, shape.max_model_len, shape.block_size, shape.vocab_size, shape.num_blocks)
+        sizes = (shape.max_model_len, shape.block_size, shape.vocab_size, shape.num_blocks, shape.num_extra_tokens)
+        self.slots = Slots(num_slots, *sizes)
         if self.matchers is not None:
             self.matchers.reset(self.slots)
         self._blocks_of_ended: dict[int, Ints] = {}  # by owner, until the plan that ended it completes
@@ -95,7 +96,7 @@ class Batch:
             return problem
         if sampling.constraint is not None and self.matchers is None:
             return "this worker makes no masks of structured output"
-        return unsupported_reason(sampling, self._geometry.vocab_size)
+        return unsupported_reason(sampling, self.slots.slots[start.slot].vocab_size)
 
     def complete(self, plan: StepPlan, results: list[SlotResult]) -> None:
         """Adds the block hashes of a plan that has run, except for failed slots."""

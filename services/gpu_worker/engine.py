@@ -402,6 +402,7 @@ def geometry_of(
         num_stages=config.pipeline_parallel_size,
         balanced_context=model.balanced_context() if isinstance(model, StageModel) else 0,
         num_prompt_adapters=0 if config.prompts is None else config.prompts.max_adapters,
+        num_extra_tokens=0 if config.lora is None else config.lora.extra_vocab_size,
         base_len=0 if not config.long_factors else min(max_model_len, need.max_model_len // max(config.long_factors)),
     )
 

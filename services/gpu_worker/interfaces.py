@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from blockyard.services.kv_transfer.transfer_blocks import TransferBlocks
 from blockyard.shared.bus.member_list import Event
 from blockyard.shared.messages import (
+    AddedToken,
     Frame,
     Geometry,
     KVAbort,
@@ -83,6 +84,9 @@ class LoadedAdapter:
     notes: list[str] = field(default_factory=list)
     num_virtual_tokens: int = 0  # of a prompt adapter
     max_len: int = 0  # tokens of its longest sequence; 0: as without it
+    num_added_tokens: int = 0  # ids behind the model's vocabulary
+    has_tokenizer: bool = False  # prompts of its requests are encoded with the tokenizer in its folder
+    added_tokens: list[AddedToken] = field(default_factory=list)  # of that tokenizer
     job: int = 0  # of the load, on a worker with several ranks
 
 

@@ -88,8 +88,20 @@ class SchedulerSession:
         for done in adapters.poll():
             if self._scheduler is not None and self._next > 0:
                 me = self._links.me.incarnation
-                columns = (done.digest, done.size_bytes, done.error, done.notes, done.num_virtual_tokens, done.max_len)
-                self._links.answer(self._scheduler, AdapterLoaded(me, done.adapter, *columns))
+                loaded = AdapterLoaded(
+                    me,
+                    done.adapter,
+                    done.digest,
+                    done.size_bytes,
+                    done.error,
+                    done.notes,
+                    done.num_virtual_tokens,
+                    done.max_len,
+                    done.num_added_tokens,
+                    done.has_tokenizer,
+                    done.added_tokens,
+                )
+                self._links.answer(self._scheduler, loaded)
         return adapters.is_loading
 
     def report_broken(self, detail: str) -> None:

@@ -39,6 +39,7 @@ class Slot:
     stop_ids: frozenset[int] = field(default_factory=frozenset)
     pooled: PooledStart | None = None
     num_virtual: int = 0  # leading tokens of the prompt that are those of a prompt adapter
+    vocab_size: int = 0  # ids that it may name and sample: the model's, and those that its adapter adds
 
     @property
     def ends_at_eos(self) -> bool:
@@ -89,8 +90,18 @@ class StepRows:
 class Slots:
     """The state of all slots. A slot is `live` from its start until it finishes, fails or is ended."""
 
-    def __init__(self, num_slots: int, max_model_len: int, block_size: int, vocab_size: int, num_blocks: int) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        num_blocks: int,
+        num_extra_tokens: int = 0,
+    ) -> None:
+        """num_extra_tokens: behind the vocabulary, at most, of slots whose adapter adds tokens."""
         self._limits = (max_model_len, vocab_size, num_blocks)
+        self._num_extra_tokens = num_extra_tokens
         self.block_size = block_size
         self.token_ids = np.zeros((num_slots, max_model_len), np.int64)
         self.tables = np.zeros((num_slots, -(-max_model_len // block_size)), np.int64)
@@ -232,6 +243,7 @@ class Slots:
             raise SlotError(f"slot {slot} is outside of 0 to {len(self.live) - 1}")
         if not 0 < len(ids) <= max_model_len:
             raise SlotError(f"{len(ids)} tokens do not fit a context of {max_model_len}")
+        vocab_size += min(start.num_added_tokens, self._num_extra_tokens)
         if ids.max() >= vocab_size:
             raise SlotError(f"token id {ids.max()} is outside of the vocabulary of {vocab_size}")
         if not 0 <= start.num_computed < len(ids):
@@ -254,6 +266,7 @@ class Slots:
             frozenset(start.sampling.stop_token_ids),
             start.pooled,
             start.num_virtual_tokens,
+            vocab_size,
         )
         if start.adapter_place is not None:
             self.adapter_places[slot] = start.adapter_place

@@ -53,8 +53,10 @@ class TextCodec:
         config: TokenizerConfig,
         token_chars: TokenChars | None = None,
         settings: bytes = b"{}",
+        eos_token: str = "",
     ) -> None:
-        """`settings`: of the tokenizer, for a `TokenizerDescription`."""
+        """`settings`: of the tokenizer, for a `TokenizerDescription`. `eos_token`: ends answers of an adapter."""
+        self._eos_token_id = tokenizer.token_to_id(eos_token) if eos_token else None
         self._tokenizer = tokenizer
         self._own_vocab_size = self.vocab_size = vocab_size
         self._templates = templates
@@ -177,7 +179,13 @@ class TextCodec:
             only_behind=self._unopened(request.reasoning_start, data) if begin_after and not opened else [],
             inner_end=self._tokenizer.token_to_id(request.inner_end) if request.inner_end else None,
             stop_token_ids=self._fill_in_middle.ends if request.suffix is not None else [],
+            eos_token_ids=self._eos_token_ids(),
         )
+
+    def _eos_token_ids(self) -> list[int]:
+        """The id that ends answers, if the model has it."""
+        found = self._eos_token_id
+        return [] if found is None or found >= self.vocab_size else [found]
 
     def _around_hole(self, prefix: str, suffix: str, most: int, add_special_tokens: bool) -> list[int]:
         start = self._encode("", add_special_tokens, "prompt")

@@ -10,6 +10,7 @@ import traceback
 
 import msgspec
 
+from blockyard.services.tokenizer_pool.adapter_codecs import AdapterCodecs
 from blockyard.services.tokenizer_pool.chats.chat_template import ChatTemplates
 from blockyard.services.tokenizer_pool.text_codec import TextCodec
 from blockyard.services.tokenizer_pool.token_chars import max_token_chars
@@ -20,7 +21,7 @@ from blockyard.services.tokenizer_pool.workers.worker_frames import Answer, Task
 from blockyard.shared import tokenizer_files
 from blockyard.shared.config.services.tokenizer import TokenizerConfig
 from blockyard.shared.errors import ConfigError, RequestError
-from blockyard.shared.messages import TextRejected
+from blockyard.shared.messages import Detokenize, TextRejected, Tokenize
 
 log = logging.getLogger(__name__)
 
@@ -30,11 +31,11 @@ class TextWorkload:
 
     def __init__(self, settings: ServerSettings) -> None:
         self._texts, self.notes = load_texts(settings.config)
-        self._limits = settings.limits
+        self._config, self._limits = settings.config, settings.limits
 
     def serve(self, sock: socket.socket) -> None:
         """Answers jobs in order until the service closes the stream or the process grows too much."""
-        _serve(sock, self._texts, self._limits)
+        _serve(sock, self._texts, self._config, self._limits)
 
 
 def load_texts(config: TokenizerConfig) -> tuple[TextCodec, list[str]]:
@@ -55,17 +56,23 @@ def load_texts(config: TokenizerConfig) -> tuple[TextCodec, list[str]]:
     return texts, [f"vocabulary {files.vocab_size}", f"chat template {'yes' if templates else 'no'}"]
 
 
-def _serve(sock: socket.socket, texts: TextCodec, limits: JobLimits) -> None:
+def _serve(sock: socket.socket, texts: TextCodec, config: TokenizerConfig, limits: JobLimits) -> None:
     phases = ProcessLimits(limits)
     texts.set_phases(phases)
+    codecs = AdapterCodecs(texts, config, phases)
     decoder = msgspec.msgpack.Decoder(Task)
     with sock, sock.makefile("rb") as stream:
         while (data := read_frame(stream)) is not None:
             task = decoder.decode(data)
             del data
-            texts.set_model_vocab_size(task.vocab_size)
+            adapter = task.work.adapter if isinstance(task.work, Tokenize | Detokenize) else None
+            try:
+                codec = codecs.of(adapter, task.vocab_size)
+            except RequestError as e:
+                sock.sendall(framed(TextRejected(task.work.request_id, e.field, str(e))))
+                continue
             phases.begin(task.max_model_len, task.work.quick)
-            sock.sendall(framed(_answer(texts, task.work)))
+            sock.sendall(framed(_answer(codec, task.work)))
             if phases.has_grown():
                 return
 

@@ -89,10 +89,6 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the adapter changes a parameter by its own name, as stacks of experts and some routers have."""
         return _is_named(self.target_parameters or [], parameter)
 
-    def saves(self, module: str) -> bool:
-        """Whether the adapter has a matrix of its own in the place of the module's."""
-        return _is_named(self.modules_to_save or [], module)
-
     def tokens_of(self, module: str) -> list[int]:
         """The tokens whose rows in the embedding or head of this name the adapter has trained."""
         wanted = self.trainable_token_indices or []

@@ -7,7 +7,14 @@ ordered. Each socket accepts one union of frames, defined here (`GatewayIn`, `Sc
 conversations to `base`, never back.
 """
 
-from blockyard.shared.messages.adapters import AdapterCard, AdapterLoaded, AdapterPlaced, DropAdapter, LoadAdapter
+from blockyard.shared.messages.adapters import (
+    AdapterCard,
+    AdapterLoaded,
+    AdapterPlaced,
+    AddedToken,
+    DropAdapter,
+    LoadAdapter,
+)
 from blockyard.shared.messages.base import (
     FAULTS,
     NO_TOKEN,
@@ -131,6 +138,7 @@ from blockyard.shared.messages.text import (
     BUSY,
     TAKES_LONG,
     UNAVAILABLE,
+    AdapterTokenizer,
     DescribeTokenizer,
     Detokenize,
     Detokenized,

@@ -20,6 +20,14 @@ class DropAdapter(Frame, frozen=True):
     adapter: int
 
 
+class AddedToken(FrameStruct, frozen=True):
+    """A token that the tokenizer of an adapter has and the model's does not."""
+
+    token_id: int
+    text: str
+    is_special: bool = False
+
+
 class AdapterLoaded(Frame, frozen=True):
     worker: int  # incarnation
     adapter: int
@@ -29,6 +37,9 @@ class AdapterLoaded(Frame, frozen=True):
     notes: list[str] = []
     num_virtual_tokens: int = 0  # of a prompt adapter
     max_len: int = 0  # tokens of its longest sequence, if it is for longer contexts than the model; 0: it is not
+    num_added_tokens: int = 0  # ids behind the model's vocabulary
+    has_tokenizer: bool = False  # its folder has one in which the model's ids keep their meaning
+    added_tokens: list[AddedToken] = []  # of that tokenizer
 
 
 class AdapterPlaced(FrameStruct, frozen=True):
@@ -49,6 +60,8 @@ class AdapterCard(FrameStruct, frozen=True):
     num_virtual_tokens: int = 0  # of a prompt adapter: they are before each prompt; 0: it is a LoRA adapter
 
     max_len: int = 0  # tokens of its longest sequence, if it is for longer contexts than the model; 0: it is not
+    num_added_tokens: int = 0  # ids behind the model's vocabulary, which its requests may name
+    has_tokenizer: bool = False  # its requests have the tokenizer and chat templates in its folder
 
     @property
     def is_prompt(self) -> bool:

@@ -42,9 +42,14 @@ class ModelCard(FrameStruct, frozen=True):
         return self.adapter or self.prompt_adapter
 
     def with_adapter(self, adapter: AdapterCard) -> "ModelCard":
-        """The card of a request that names an adapter. Virtual tokens take room of its context."""
+        """The card of a request that names an adapter. Virtual tokens take room of its context; added ones have ids."""
         if not adapter.is_prompt:
-            return msgspec.structs.replace(self, adapter=adapter, max_model_len=adapter.max_len or self.max_model_len)
+            return msgspec.structs.replace(
+                self,
+                adapter=adapter,
+                max_model_len=adapter.max_len or self.max_model_len,
+                vocab_size=self.vocab_size + adapter.num_added_tokens,
+            )
         length = self.max_model_len - adapter.num_virtual_tokens
         return msgspec.structs.replace(self, prompt_adapter=adapter, max_model_len=length)
 

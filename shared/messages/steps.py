@@ -46,6 +46,7 @@ class Geometry(FrameStruct, frozen=True):
     balanced_context: int = 0
     num_prompt_adapters: int = 0  # that it holds at a time; 0: it serves none
     base_len: int = 0  # longest sequence without an adapter for longer contexts; 0: `max_model_len`
+    num_extra_tokens: int = 0  # that an adapter may add behind `vocab_size`, at most
 
     @property
     def vector_size(self) -> int:
@@ -95,6 +96,7 @@ class SlotStart(FrameStruct, frozen=True):
     adapter_place: int | None = None  # of the adapter that its tokens are computed with; None: with none
     prompt_adapter: int | None = None  # whose vectors are the input of the first tokens; None: each token is its id
     num_virtual_tokens: int = 0  # leading tokens of the prompt that are no tokens of the client
+    num_added_tokens: int = 0  # ids behind the vocabulary, which the adapter adds
 
 
 class SlotBlocks(FrameStruct, frozen=True):

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from blockyard.shared.messages.adapters import AddedToken
 from blockyard.shared.messages.base import FinishReason, Frame, FrameStruct
 from blockyard.shared.messages.pooling import VectorBlock
 from blockyard.shared.messages.requests import Cancel, TextOptions
@@ -44,6 +45,8 @@ class StreamOpen(FrameStruct, frozen=True):
     chars_sent: int
     options: TextOptions
     stream: int = 0  # the scheduler's number of this stream in `TokenRows`; 0: it appears in no TokenRows
+    num_added_tokens: int = 0  # ids behind the model's vocabulary, which the request's adapter adds
+    added_tokens: list[AddedToken] = []  # tokens that its tokenizer has beside the model's
 
 
 class TokenStep(FrameStruct, frozen=True):

@@ -1,12 +1,20 @@
 """API gateway <-> tokenizer pool: text to token ids and back, and what the tokenizer is."""
 
-from blockyard.shared.messages.base import Frame
+from blockyard.shared.messages.base import Frame, FrameStruct
 from blockyard.shared.messages.grammars import Grammar
 
 # codes of a TextRejected that says nothing about the input: try again later
 BUSY = "rate_limit_exceeded"
 UNAVAILABLE = "service_unavailable"
 TAKES_LONG = "takes_long"  # of a job with `quick`: it takes longer than such a job may; ask again without
+
+
+class AdapterTokenizer(FrameStruct, frozen=True):
+    """The tokenizer of requests for an adapter that brings one, or that adds tokens."""
+
+    path: str  # of the adapter's folder; empty: it has none, and the model's is used
+    digest: bytes  # of the adapter
+    num_added_tokens: int = 0  # ids behind the model's vocabulary
 
 
 class Tokenize(Frame, frozen=True):
@@ -41,6 +49,7 @@ class Tokenize(Frame, frozen=True):
     want_assistant_mask: bool = False  # of messages: return which tokens the template marks as the assistant's
     adapter_digest: bytes = b""  # of the adapters' bytes: their blocks are no others'
     num_virtual_tokens: int = 0  # of a prompt adapter: its blocks begin with them, and `token_ids` do not
+    adapter: AdapterTokenizer | None = None  # None: the model's tokenizer and vocabulary
 
 
 class Tokenized(Frame, frozen=True):
@@ -58,6 +67,7 @@ class Tokenized(Frame, frozen=True):
     stop_token_ids: list[int] = []  # end an answer that fills a hole
     offsets: bytes = b""  # uint32: the first character of each token and the one behind it; empty: not known
     assistant_mask: bytes = b""  # of each token, 1 for the assistant's; empty: the template marks none
+    eos_token_ids: list[int] = []  # of an adapter's tokenizer, beside the model's
 
 
 class Detokenize(Frame, frozen=True):
@@ -66,6 +76,7 @@ class Detokenize(Frame, frozen=True):
     token_ids: bytes
     tenant: str = ""  # as in Tokenize
     quick: bool = False
+    adapter: AdapterTokenizer | None = None  # as in Tokenize
 
 
 class Detokenized(Frame, frozen=True):

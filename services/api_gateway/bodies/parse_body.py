@@ -20,6 +20,7 @@ from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Detokenize, ModelCard, Tokenize, Tokenized
 from blockyard.shared.ring_client.pooling.params_check import check_generates
 from blockyard.shared.ring_client.request_fields import limits
+from blockyard.shared.ring_client.request_fields.adapter_fields import adapter_tokenizer
 from blockyard.shared.ring_client.request_fields.output_format import ModelFormats
 from blockyard.shared.ring_client.request_fields.tools import read_tools
 from blockyard.shared.ring_client.schedulers import Served
@@ -121,7 +122,8 @@ def _tokenize(body: bytes, context: ParseContext, config: GatewayConfig) -> Pars
             completion_prompts(asked.prompt, card)[0], add_special_tokens=asked.add_special_tokens
         )
     wants = bool(asked.return_token_strs)
-    return ParsedText(msgspec.structs.replace(work, want_pieces=wants), card, wants, ignored)
+    work = msgspec.structs.replace(work, want_pieces=wants, adapter=adapter_tokenizer(card))
+    return ParsedText(work, card, wants, ignored)
 
 
 def _detokenize(body: bytes, context: ParseContext, config: GatewayConfig) -> ParsedText:
@@ -134,4 +136,5 @@ def _detokenize(body: bytes, context: ParseContext, config: GatewayConfig) -> Pa
             code="context_length_exceeded",
         )
     limits.token_ids("tokens", asked.tokens, card.vocab_size)
-    return ParsedText(Detokenize("", card.names[0], pack(asked.tokens)), card, False, ignored)
+    work = Detokenize("", card.names[0], pack(asked.tokens), adapter=adapter_tokenizer(card))
+    return ParsedText(work, card, False, ignored)

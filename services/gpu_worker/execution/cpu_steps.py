@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from blockyard.kernels.slots.slot_references import slot_outcomes
@@ -62,9 +63,9 @@ class CpuSteps:
         self._model, self._pool, self._batch = model, pool, batch
         self.capacity, vocab_size = geometry.max_num_seqs, geometry.vocab_size
         state = SlotState.make(SLOTS * self.capacity, self.capacity, 0, pool.device)
-        matchers, eos = batch.matchers, geometry.eos_token_ids
+        matchers, eos, extra = batch.matchers, geometry.eos_token_ids, geometry.num_extra_tokens
         owner_of = None if matchers is None else matchers.owner_of
-        self.slots = DeviceSlots(state, SLOTS * self.capacity, vocab_size, eos, logits_edits, owner_of)
+        self.slots = DeviceSlots(state, SLOTS * self.capacity, vocab_size, eos, logits_edits, owner_of, extra)
         self._metadata_builder = CpuMetadataBuilder(pool) if metadata is None else metadata
         self._sampler = CpuSampler(self.slots.logits_edits, vocab_size, matchers)
         self._prompt_logprobs = DevicePromptLogprobs(model, None, pool.device)
@@ -161,7 +162,7 @@ class CpuSteps:
             token_ids[part] = drawn.token_ids
             if drawn.logprobs is not None:
                 logprobs.update((int(part[row]), entry) for row, entry in drawn.logprobs.items())
-        copied = torch.cat(host_logits) if host_logits else None
+        copied = _stacked(host_logits) if host_logits else None
         return LaunchedStep((outcomes, token_ids, computed), DONE, (), _reader(logprobs), copied, prompts)
 
     def _rows_of(self, slots: Ints) -> SampledRows:
@@ -194,3 +195,9 @@ def _goes_on(rows: SampledRows, drawn: CpuSample, lengths: Ints, longest: int) -
 
 def _reader(logprobs: dict[int, TokenLogprobs]) -> ReadLogprobs:
     return lambda row, token, num_top: logprobs[row]
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    """Logits of all parts of a step. Parts with tokens that adapters add are wider."""
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([F.pad(part, (0, width - part.shape[1]), value=-math.inf) for part in parts])

@@ -28,11 +28,13 @@ class DeviceSlots:
         eos_token_ids: list[int],
         logits_edits: bool = False,
         mask_owner: Callable[[int], int] | None = None,
+        num_extra_tokens: int = 0,
     ) -> None:
         """num_slots: that are used, of the slots in `state`, whose block tables are not written if they are empty.
 
         logits_edits: penalties, edits of tokens and log-probabilities are computed on the device, too. mask_owner: of a
         slot that has started, whose masks the device applies with them; 0: it has no constraint. None: no masks.
+        num_extra_tokens: that adapters may add behind the vocabulary.
         """
         self.state = state
         self.params = SamplingTensors(
@@ -43,7 +45,7 @@ class DeviceSlots:
             key=state.fields[Field.KEY : Field.KEY + 2],
             choice=state.fields[Field.CHOICE],
         )
-        self.logits_edits = DeviceLogitsEdits(state, vocab_size, logits_edits)
+        self.logits_edits = DeviceLogitsEdits(state, vocab_size, logits_edits, num_extra_tokens)
         self._mask_owner = mask_owner
         self.num_slots, self._vocab_size, self._eos = num_slots, vocab_size, eos_token_ids
         self._field_offsets = (np.arange(NUM_FIELDS) * state.fields.shape[1]).tolist()
@@ -147,7 +149,7 @@ class DeviceSlots:
             self._end(slot)
             return
         words = [0] * NUM_FIELDS
-        endings = [i for i in {*self._eos, *state.stop_ids} if 0 <= i < self._vocab_size]
+        endings = [i for i in {*self._eos, *state.stop_ids} if 0 <= i < state.vocab_size]
         needs_host = len(state.stop_ids) > MAX_STOP_IDS
         mask_owner = self._mask_owner(slot) if self._mask_owner is not None else 0
         edits = self.logits_edits.start(slot, sampling, table, endings, words, needs_host, mask_owner)
@@ -160,7 +162,7 @@ class DeviceSlots:
             self.num_prompt_logprobs[slot] = min(sampling.num_prompt_logprobs, self._vocab_size)
         if edits:
             self._writes.add(*self.logits_edits.edit_words(slot, edits))
-        stops = [i for i in state.stop_ids if 0 <= i < self._vocab_size][:MAX_STOP_IDS]
+        stops = [i for i in state.stop_ids if 0 <= i < state.vocab_size][:MAX_STOP_IDS]
         words[Field.STOPS : Field.STOPS + len(stops)] = stops
         words[Field.POSITION] = computed = int(table.num_computed[slot])
         words[Field.NEXT], words[Field.KNOWN] = int(table.token_ids[slot, computed]), int(table.num_tokens[slot])

@@ -77,9 +77,11 @@ class TokenEmbedding:
     def _find(self, token_ids: Tensor, adapted: AdaptedEmbedding | None) -> Tensor:
         """Looks up the tokens, with several ranks only this one's: the sum over ranks has all."""
         if self._ranks is None:
-            found = F.embedding(token_ids, self.weight)
-            if adapted is not None:
-                adapted.add_to(found, token_ids)
+            if adapted is None:
+                return F.embedding(token_ids, self.weight)
+            # of tokens that an adapter adds it has the rows
+            found = F.embedding(token_ids.clamp(max=self.vocab_size - 1), self.weight)
+            adapted.add_to(found, token_ids)
             return found
         own = token_ids - self.own_tokens.start
         is_elsewhere = (own < 0) | (own >= len(self.own_tokens))
@@ -173,10 +175,17 @@ class Head:
         return [self.linear] if self._project is None else [self._project, self.linear]
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden] -> [rows, vocab_size]."""
+        """hidden [rows, hidden] -> [rows, vocab_size], wider where adapters add tokens."""
         if self._project is not None:
             hidden = self._project(hidden)
         if self._factor != 1.0:
             hidden = hidden * self._factor  # much smaller than the logits
         logits = self.linear(hidden)
-        return logits if self._soft_cap is None else logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
+        return logits if self._soft_cap is None else _capped(logits, self._soft_cap, self.linear.spec.parts[0].size)
+
+
+def _capped(logits: Tensor, cap: float, vocab_size: int) -> Tensor:
+    if logits.shape[1] <= vocab_size:
+        return logits.div_(cap).tanh_().mul_(cap)
+    is_absent = logits == -torch.inf  # tokens of other rows' adapters
+    return logits.div_(cap).tanh_().mul_(cap).masked_fill_(is_absent, -torch.inf)

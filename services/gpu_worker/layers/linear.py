@@ -48,8 +48,9 @@ class AdaptedRows(Protocol):
     def is_active(self) -> bool:
         """Whether a row of this step has an adapter."""
 
-    def add_to(self, out: Tensor, x: Tensor) -> None:
-        """Adds the products of x [rows, in] to out [rows, out], in place."""
+    def add_to(self, out: Tensor, x: Tensor) -> Tensor:
+        """Adds the products of x [rows, in] to out [rows, out], in place. Returns out; of a head, with further columns
+        behind it where adapters add tokens."""
 
     def only(self, rows: Tensor) -> AbstractContextManager[None]:
         """Meanwhile products are of these rows of the step alone: rows [n] int64."""
@@ -199,7 +200,7 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         out = self._products.get(x.shape[0], self._default)(x)
         if self._adapted is not None and self._adapted.is_active:
-            self._adapted.add_to(out, x)
+            out = self._adapted.add_to(out, x)
         return out if self._join is None else self._join(out)
 
     def of_rounded(self, rows: RoundedRows) -> Tensor:

@@ -11,11 +11,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
+from blockyard.services.gpu_worker.lora.module_tensors import ADDED, listed
 from blockyard.shared.errors import AdapterError
 from blockyard.shared.lora.adapter_config import AdapterConfig
-from blockyard.shared.lora.adapter_folder import SAFETENSORS, read_config, read_whole, weights_file
+from blockyard.shared.lora.adapter_folder import read_config, read_whole, weights_file
 
 DIGEST_BYTES = 16
+SAFETENSORS_SUFFIX = ".safetensors"
+# where vLLM takes the rows of added tokens, if they are not in the file of weights: [added tokens, width] each, by the
+# module that they continue
+EMBEDDINGS = ("new_embeddings.safetensors", "new_embeddings.bin")
+CONTINUED = {"input_embeddings": "embed_tokens", "output_embeddings": "lm_head"}
 # torch.load raises it for a file with other objects than tensors; no object is unpickled here
 _NOT_PLAIN: type[Exception] = torch.serialization.pickle.UnpicklingError  # type: ignore[attr-defined]
 
@@ -36,7 +42,18 @@ def read_folder(folder: Path) -> AdapterFiles:
     content, parsed = read_config(folder)
     path = weights_file(folder)
     weights = read_whole(path)
-    return AdapterFiles(path, parsed.config, read_tensors(path, weights), digest_of(content, weights), parsed.notes)
+    tensors, parts = dict(read_tensors(path, weights)), [content, weights]
+    for added in filter(Path.is_file, (folder / name for name in EMBEDDINGS)):
+        parts.append(rows := read_whole(added))
+        tensors |= _added_rows(added, read_tensors(added, rows))
+    return AdapterFiles(path, parsed.config, tensors, digest_of(*parts), parsed.notes)
+
+
+def _added_rows(path: Path, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The rows under names of tensors of an adapter. Raises AdapterError."""
+    if unknown := sorted(found.keys() - CONTINUED.keys()):
+        raise AdapterError(f"{path}: these tensors are not known: {listed(unknown)}")
+    return {f"{CONTINUED[name]}.{ADDED}": rows for name, rows in found.items()}
 
 
 def digest_of(*files: bytes) -> bytes:
@@ -49,7 +66,7 @@ def digest_of(*files: bytes) -> bytes:
 
 def read_tensors(path: Path, content: bytes) -> Mapping[str, Tensor]:
     """The tensors in the bytes of a file of weights. Raises AdapterError."""
-    if path.name == SAFETENSORS:
+    if path.suffix == SAFETENSORS_SUFFIX:
         try:
             return load_safetensors(content)
         except (SafetensorError, KeyError, ValueError, RuntimeError) as e:

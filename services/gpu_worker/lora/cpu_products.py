@@ -10,7 +10,11 @@ from torch import Tensor
 from blockyard.services.gpu_worker.layers.adapter_rows import AdapterRows
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.lora.cpu_head_products import CpuAdaptedHeads
-from blockyard.services.gpu_worker.lora.cpu_token_products import CpuAdaptedEmbedding, replace_logits
+from blockyard.services.gpu_worker.lora.cpu_token_products import (
+    CpuAdaptedEmbedding,
+    CpuAddedColumns,
+    replace_logits,
+)
 from blockyard.services.gpu_worker.lora.joined_deltas import JoinedDeltas
 from blockyard.services.gpu_worker.lora.places import HostAdapter
 from blockyard.services.gpu_worker.lora.targets import layer_shares
@@ -25,6 +29,7 @@ class CpuAdaptedRows:
         self._linear, self._rows = linear, rows
         self._places: dict[int, JoinedDeltas] = {}
         self._replaced: dict[int, ReplacedRows] = {}  # of a head, by place
+        self.added: CpuAddedColumns | None = None  # of a head, once an adapter has added tokens
 
     @property
     def is_active(self) -> bool:
@@ -46,8 +51,9 @@ class CpuAdaptedRows:
     def only(self, rows: Tensor) -> AbstractContextManager[None]:
         return self._rows.only(rows)
 
-    def add_to(self, out: Tensor, x: Tensor) -> None:
-        for place, rows in self._rows.groups():
+    def add_to(self, out: Tensor, x: Tensor) -> Tensor:
+        groups = self._rows.groups()
+        for place, rows in groups:
             if (replaced := self._replaced.get(place)) is not None:
                 replace_logits(out, x, rows, replaced, batch_invariant=self._linear.is_batch_invariant)
             joined = self._places.get(place)
@@ -59,6 +65,7 @@ class CpuAdaptedRows:
                     part.add_(added)
                 else:
                     part.index_add_(0, rows, added.to(out.dtype))
+        return out if self.added is None else self.added.append(out, x, groups)
 
 
 class CpuPlaces:
@@ -77,6 +84,7 @@ class CpuPlaces:
             up.adapt(heads)
         self._linears, self._ups = of_linears, of_ups  # as `targets.adapted_layers`
         self._shares, self._ranks = layer_shares(model, fully_sharded=fully_sharded), model.table.ranks
+        self._added: CpuAddedColumns | None = None
         self._embedding = CpuAdaptedEmbedding(rows, batch_invariant=batch_invariant)
         if model.adaptable.embedding is not None:
             model.adaptable.embedding.adapt(self._embedding)
@@ -102,6 +110,15 @@ class CpuPlaces:
             for index, layer in enumerate(self._linears):
                 replaced = tokens.head_rows if index == tokens.head_layer else None
                 layer.put(place, adapter.joined.get(index), replaced)
+            self._put_added(place, tokens)
             for index, up in enumerate(self._ups, len(self._linears)):
                 up.put(place, adapter.deltas.get(index, ()))
             self._embedding.put(place, tokens.embedding)
+
+    def _put_added(self, place: int, tokens: TokenDeltas) -> None:
+        """Gives a place the head's rows of added tokens."""
+        if tokens.num_added and tokens.head_layer is not None and self._added is None:
+            head = self._linears[tokens.head_layer]
+            self._added = head.added = CpuAddedColumns(batch_invariant=head.is_batch_invariant)
+        if self._added is not None:
+            self._added.put(place, tokens.num_added, tokens.added_head)

@@ -1,5 +1,8 @@
 """What adapters change of embedding and head on the CPU."""
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -56,6 +59,42 @@ def replace_logits(out: Tensor, x: Tensor, index: Tensor | None, rows: ReplacedR
         out.index_copy_(1, rows.token_ids, logits)
     else:
         out[index[:, None], rows.token_ids] = logits
+
+
+class CpuAddedColumns:
+    """The rows of the head that adapters have for the tokens that they add, by place."""
+
+    def __init__(self, *, batch_invariant: bool) -> None:
+        self._in_groups = batch_invariant
+        self._places: dict[int, tuple[int, Tensor | None]] = {}
+
+    def put(self, place: int, num_added: int, rows: Tensor | None) -> None:
+        """rows [num_added, width]; None: the tokens are never generated."""
+        self._places.pop(place, None)
+        if num_added:
+            self._places[place] = num_added, rows
+
+    def append(self, out: Tensor, x: Tensor, groups: Sequence[tuple[int, Tensor | None]]) -> Tensor:
+        """out [rows, vocab_size], x [rows, width] -> logits [rows, vocab_size + most added tokens of a row].
+
+        groups: of the rows, as `AdapterRows.groups` has them. Without added tokens it is `out` itself.
+        """
+        here = [(index, *self._places[place]) for place, index in groups if place in self._places]
+        if not here:
+            return out
+        size = out.shape[1]
+        wide = out.new_full((len(out), size + max(num_added for _, num_added, _ in here)), -math.inf)
+        wide[:, :size] = out
+        for index, num_added, rows in here:
+            if rows is None:
+                continue
+            own = x if index is None else x.index_select(0, index)
+            logits = grouped(rows.T, in_groups_too=self._in_groups)(own).to(out.dtype)
+            if index is None:
+                wide[:, size : size + num_added] = logits
+            else:
+                wide[index, size : size + num_added] = logits
+        return wide
 
 
 def grouped(matrix: Tensor, *, in_groups_too: bool) -> Product:

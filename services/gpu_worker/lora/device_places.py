@@ -60,8 +60,9 @@ class DeviceAdaptedRows:
     def only(self, rows: Tensor) -> AbstractContextManager[None]:
         return self.rows.only(rows)
 
-    def add_to(self, out: Tensor, x: Tensor) -> None:
+    def add_to(self, out: Tensor, x: Tensor) -> Tensor:
         self.kernels.add(x, self.rows.places, self.table, out, self.between)
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,8 @@ class DevicePlaces:
         """Moves all matrices into one tensor, from which the device copies while the host goes on. Raises
         AdapterError for what no kernel computes."""
         if adapter.tokens is not None:
+            if (added := adapter.tokens.num_added) > 0:
+                raise AdapterError(f"the adapter adds {added} tokens: such adapters are served on the CPU alone")
             raise AdapterError("adapters that change the embedding, or rows of the head, are served on the CPU alone")
         found = [one for deltas in adapter.deltas.values() for delta in deltas for one in delta.tensors()]
         memory = self._link.host_tensor((sum(_aligned(one.numel()) for one in found),), self._dtype)

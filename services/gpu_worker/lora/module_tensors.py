@@ -10,6 +10,7 @@ from blockyard.shared.errors import AdapterError
 from blockyard.shared.lora.adapter_config import AdapterConfig
 from blockyard.shared.lora.adapter_folder import PREFIX
 
+ADDED = "added_rows"  # what names of rows of added tokens end with, which a file of their own has
 # what a name ends with -> field of `ModuleTensors`; adapters saved by old releases have the adapter's name in it
 ENDINGS = {
     "lora_A.weight": "a",
@@ -19,6 +20,8 @@ ENDINGS = {
     "lora_B.bias": "b_bias",
     "lora_B.default.bias": "b_bias",
     "base_layer.bias": "bias",
+    "token_adapter.base_layer.weight": "base",
+    "original_module.weight": "base",
     "base_layer.weight": "base",
     "bias": "bias",
     "lora_embedding_A": "token_a",
@@ -28,8 +31,9 @@ ENDINGS = {
     "token_adapter.trainable_tokens_delta": "token_rows",
     "modules_to_save.weight": "weight",
     "weight": "weight",
+    ADDED: "added",
 }
-OF_TOKENS = ("token_a", "token_b", "token_rows", "weight")
+OF_TOKENS = ("token_a", "token_b", "token_rows", "weight", "added")
 STACK_SUFFIX = ".base_layer"  # of a module of which PEFT adapts two parameters
 STACKED = ("gate_up_proj", "down_proj")  # names of parameters that are stacks of experts
 MAX_NAMED = 5  # tensors in one message
@@ -50,6 +54,7 @@ class ModuleTensors:
     token_b: Tensor | None = None  # [width, rank]
     token_rows: Tensor | None = None  # [tokens, width], in the place of the rows of some tokens
     weight: Tensor | None = None  # [vocab_size, width], in the place of the module's own
+    added: Tensor | None = None  # [added tokens, width], rows behind the module's own
     is_stack: bool = False  # of all experts: A [experts * rank, in], expert after expert, B [out, rank * experts]
 
     def tensors(self) -> list[tuple[str, Tensor]]:
@@ -163,8 +168,6 @@ def _converted(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _check_tokens(config: AdapterConfig, own: ModuleTensors) -> None:
-    if own.weight is not None and not config.saves(own.name):
-        raise AdapterError(f"the adapter has a matrix for {own.name}, which its modules_to_save leave out")
     if (own.token_a is None) != (own.token_b is None):
         raise AdapterError(f"the adapter has only one of lora_embedding_A and lora_embedding_B for {own.name}")
     if own.token_a is not None and own.token_b is not None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from blockyard.services.gpu_worker.lora.joined_deltas import JoinedDeltas
 from blockyard.services.gpu_worker.lora.targets import Delta
 from blockyard.services.gpu_worker.lora.token_rows import TokenDeltas
+from blockyard.shared.messages import AddedToken
 
 Deltas = Mapping[int, Sequence[Delta]]  # by the index in `targets.adapted_layers`
 
@@ -23,7 +24,13 @@ class HostAdapter:
     joined: Mapping[int, JoinedDeltas] = field(default_factory=dict)  # of linear layers, on the CPU
     long_factor: int = 1  # of the context, and of positions in rotations
     max_len: int = 0  # tokens of its longest sequence; 0: as without it
+    added_texts: Sequence[AddedToken] | None = None  # of its own tokenizer; None: prompts are the model's tokenizer's
     memory: Tensor | None = None  # that all matrices are views of, if they are copied to a device
+
+    @property
+    def num_added(self) -> int:
+        """Tokens behind the model's vocabulary."""
+        return 0 if self.tokens is None else self.tokens.num_added
 
     @property
     def size_bytes(self) -> int:

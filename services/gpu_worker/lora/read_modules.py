@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from blockyard.services.gpu_worker.lora.adapter_files import read_folder
+from blockyard.services.gpu_worker.lora.added_tokens.tokenizer_check import AdapterTexts
 from blockyard.services.gpu_worker.lora.module_tensors import ModuleTensors, group_tensors, last_name
 from blockyard.shared.errors import AdapterError
 from blockyard.shared.lora.adapter_config import MAX_RANK, AdapterConfig
@@ -21,6 +22,7 @@ class AdapterLimits:
     max_rows: int = 256  # that an adapter may replace, of embedding and of head
     target_modules: tuple[str, ...] = ()  # last parts of module names that adapters may change; empty: all
     fully_sharded: bool = False  # see `LayerShare`
+    tokenizer_path: str = ""  # of the model's tokenizer; empty: those of adapters are not read
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class ReadModules:
     modules: list[ModuleTensors]
     digest: bytes
     notes: list[str]  # on its config
+    texts: AdapterTexts | None = None  # of the tokenizer in its folder; None: it has none
 
 
 def read_modules(folder: Path, limits: AdapterLimits) -> ReadModules:

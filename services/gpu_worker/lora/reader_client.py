@@ -52,7 +52,9 @@ class ReaderProcess:
         if prompts is not None:
             of_prompts = PromptSettings(prompts.max_tokens, prompts.width, str(prompts.dtype).removeprefix("torch."))
         targets = list(limits.target_modules)
-        self._settings = ReaderSettings(dtype, limits.max_rank, limits.with_bias, targets, of_prompts)
+        self._settings = ReaderSettings(
+            dtype, limits.max_rank, limits.with_bias, targets, of_prompts, limits.tokenizer_path
+        )
         self._asked: dict[int, ReadFolder] = {}  # by job, in order: the process reads the first
         self._deaths: dict[int, int] = {}  # by job
         self._read: list[tuple[int, ReadModules | str]] = []  # not received yet
@@ -94,7 +96,9 @@ class ReaderProcess:
                 except OSError:
                     continue  # the process has ended, and is asked again
                 self._frames.send(MemoryMapped(frame.descriptor))
-                self._read.append((frame.job, ReadModules(frame.config, modules, frame.digest, frame.notes)))
+                self._read.append(
+                    (frame.job, ReadModules(frame.config, modules, frame.digest, frame.notes, frame.texts))
+                )
             self._asked.pop(frame.job, None)
             self._deaths.pop(frame.job, None)
         if not self._frames.is_open:

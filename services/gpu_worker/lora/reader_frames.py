@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.child_processes.frame_socket import ControlFrame
+from blockyard.services.gpu_worker.lora.added_tokens.tokenizer_check import AdapterTexts
 from blockyard.services.gpu_worker.lora.module_tensors import ModuleTensors
 from blockyard.shared.lora.adapter_config import AdapterConfig
 
@@ -31,6 +32,7 @@ class ReaderSettings(ControlFrame, frozen=True):
     with_bias: bool
     target_modules: list[str]
     prompts: PromptSettings | None = None  # None: no prompt adapter is read
+    tokenizer_path: str = ""  # of the model's tokenizer; empty: those of adapters are not read
 
 
 class ReadFolder(ControlFrame, frozen=True):
@@ -75,6 +77,7 @@ class FolderRead(ControlFrame, frozen=True):
     config: AdapterConfig
     modules: list[ModulePlaces]
     notes: list[str]
+    texts: AdapterTexts | None = None
 
 
 class PromptRead(ControlFrame, frozen=True):

@@ -18,6 +18,8 @@ import torch
 from setproctitle import setproctitle
 
 from blockyard.services.gpu_worker.child_processes.frame_socket import FrameSocket
+from blockyard.services.gpu_worker.lora.adapter_files import digest_of
+from blockyard.services.gpu_worker.lora.added_tokens.tokenizer_check import TokenizerCheck
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, read_modules
 from blockyard.services.gpu_worker.lora.read_prompt import PromptLimits, read_prompt
 from blockyard.services.gpu_worker.lora.reader_frames import (
@@ -53,16 +55,18 @@ def serve(frames: FrameSocket[ToReader]) -> None:
     """Answers until the worker has closed the socket."""
     limits: AdapterLimits | None = None
     prompts: PromptLimits | None = None
+    check: TokenizerCheck | None = None
     while frames.is_open:
         select.select([frames.sock], [frames.sock] if frames.has_unsent else [], [])
         for frame in frames.receive():
             if isinstance(frame, ReaderSettings):
                 limits, prompts = limits_of(frame), prompt_limits_of(frame)
+                check = TokenizerCheck(frame.tokenizer_path) if frame.tokenizer_path else None
             elif isinstance(frame, MemoryMapped):
                 os.close(frame.descriptor)
             elif isinstance(frame, ReadFolder):
                 assert limits is not None
-                frames.send(answer(frame, limits, prompts))
+                frames.send(answer(frame, limits, prompts, check))
 
 
 def limits_of(frame: ReaderSettings) -> AdapterLimits:
@@ -79,8 +83,13 @@ def prompt_limits_of(frame: ReaderSettings) -> PromptLimits | None:
     return None if given is None else PromptLimits(given.max_tokens, given.width, getattr(torch, given.dtype))
 
 
-def answer(asked: ReadFolder, limits: AdapterLimits, prompts: PromptLimits | None = None) -> FromReader:
-    """prompts: None: no prompt adapter is asked for."""
+def answer(
+    asked: ReadFolder,
+    limits: AdapterLimits,
+    prompts: PromptLimits | None = None,
+    check: TokenizerCheck | None = None,
+) -> FromReader:
+    """prompts: None: no prompt adapter is asked for. check: of tokenizers in folders; None: they are not read."""
     try:
         if asked.is_prompt:
             assert prompts is not None
@@ -89,7 +98,10 @@ def answer(asked: ReadFolder, limits: AdapterLimits, prompts: PromptLimits | Non
             return PromptRead(asked.job, vectors, list(found.vectors.shape), found.digest, found.notes)
         read = read_modules(Path(asked.path), limits)
         descriptor, size_bytes, places = store_modules(read.modules)
-        return FolderRead(asked.job, descriptor, size_bytes, read.digest, read.config, places, read.notes)
+        texts, digest = None if check is None else check.read(Path(asked.path)), read.digest
+        if texts is not None and texts.digest:  # other texts of the same weights are another adapter
+            digest = digest_of(digest, texts.digest)
+        return FolderRead(asked.job, descriptor, size_bytes, digest, read.config, places, read.notes, texts)
     except AdapterError as e:
         return FolderRefused(asked.job, str(e))
     except Exception as e:  # a broken folder is no reason to end the process

@@ -86,6 +86,7 @@ class ModelTargets:
         `LayerShare`."""
         self._layers, self._table = adapted_layers(model), model.table
         self.long_rotations, self._trained_len = model.adapter_rows.long_rotations, model.shape.max_positions
+        self.vocab_size = model.shape.vocab_size
         self._shares = layer_shares(model, fully_sharded=fully_sharded)
         self._targets: dict[str, Target] = {}
         # by the name of their mixture: the layers of experts, with their numbers, and how many experts all ranks have

@@ -1,7 +1,7 @@
 """What adapters change of the rows that embedding and head have for tokens: of those tokens that a rank has."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from blockyard.services.gpu_worker.layers.embedding import TokenEmbedding
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.loading.checkpoint_names import bare
+from blockyard.services.gpu_worker.lora.added_tokens.added_rows import AddedRows, TokenMatrix, cut_added
 from blockyard.services.gpu_worker.lora.module_tensors import ModuleTensors
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.shared.errors import AdapterError
@@ -16,14 +17,14 @@ from blockyard.shared.lora.adapter_config import AdapterConfig
 
 DIRECTIONS = 8  # that rows are compared in
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of a row's length
-OF_EMBEDDING, OF_HEAD = "embed_tokens", "lm_head"
+OF_EMBEDDING, OF_HEAD = "embed_tokens", "lm_head"  # names of modules in vLLM's file of added tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ReplacedRows:
     """Rows of a matrix [vocab_size, width] that an adapter has replaced."""
 
-    token_ids: Tensor  # [n] int64, ascending, counted from the first token that the rank has
+    token_ids: Tensor  # [n] int64, ascending, counted from the first token that the rank has; added ones behind all
     values: Tensor  # [n, width]
 
 
@@ -43,11 +44,13 @@ class TokenDeltas:
     embedding: EmbeddingDelta | None = None
     head_rows: ReplacedRows | None = None
     head_layer: int | None = None  # index of the head in the layers that adapters may change
+    num_added: int = 0  # tokens behind the vocabulary, whose rows of the embedding are in `embedding` ...
+    added_head: Tensor | None = None  # ... and whose rows of the head are these; None: they are not generated
 
     def tensors(self) -> list[Tensor]:
         one = self.embedding or EmbeddingDelta()
         rows = [rows for rows in (one.rows, self.head_rows) if rows is not None]
-        found = [one.a, one.b, *(rows.token_ids for rows in rows), *(rows.values for rows in rows)]
+        found = [self.added_head, one.a, one.b, *(rows.token_ids for rows in rows), *(rows.values for rows in rows)]
         return [tensor for tensor in found if tensor is not None]
 
 
@@ -67,10 +70,34 @@ class TokenTargets:
     def names(self) -> list[str]:
         return [] if self._embedding is None else [self._embedding.name]
 
+    def cut_added(self, modules: Sequence[ModuleTensors], config: AdapterConfig, most: int) -> AddedRows | None:
+        """Takes the rows of tokens that the adapter adds out of its modules. most: such tokens. Raises AdapterError."""
+        embedding = self._embedding
+        if embedding is None:
+            return None
+        names = {OF_EMBEDDING, bare(embedding.name)}, {OF_HEAD, self._head_name}
+        of_embedding, of_head = ([one for one in modules if bare(one.name) in of_one] for of_one in names)
+        is_tied = embedding.has_tied_head and self._head is not None
+        added = cut_added(of_embedding, of_head, TokenMatrix(*_shape(embedding)), config, is_tied=is_tied)
+        if added is None:
+            return None
+        if self._stage is not None or self._shard.size > 1:
+            raise AdapterError(f"the adapter adds {len(added)} tokens: a worker of one rank serves such adapters")
+        if self._head is not None and self._head.spec.bias and added.head is not None:
+            raise AdapterError(f"the adapter adds tokens to {self._head_name}, which has a bias")
+        if len(added) > most:
+            raise AdapterError(f"the adapter adds {len(added)} tokens, --lora-extra-vocab-size is {most}")
+        return added
+
     def arrange(
-        self, modules: Sequence[ModuleTensors], config: AdapterConfig, dtype: torch.dtype, most: int
+        self,
+        modules: Sequence[ModuleTensors],
+        config: AdapterConfig,
+        dtype: torch.dtype,
+        most: int,
+        added: AddedRows | None = None,
     ) -> TokenDeltas | None:
-        """most: rows that an adapter may replace of a matrix. Raises AdapterError."""
+        """most: rows that an adapter may replace of a matrix. added: see `cut_added`. Raises AdapterError."""
         embedding: EmbeddingDelta | None = None
         head_rows: ReplacedRows | None = None
         for module in modules:
@@ -92,7 +119,10 @@ class TokenTargets:
                     f"the adapter has a matrix of its own for {module.name}: only those of embedding and head are "
                     "served beside linear layers; merge it into its base"
                 )
-        return None if embedding is None and head_rows is None else TokenDeltas(embedding, head_rows, self._head_layer)
+        deltas = TokenDeltas(embedding, head_rows, self._head_layer)
+        if added is not None and self._embedding is not None:
+            return _with_added(deltas, added, self._embedding.vocab_size, dtype)
+        return None if embedding is None and head_rows is None else deltas
 
     def _embedding_delta(
         self, embedding: TokenEmbedding, module: ModuleTensors, config: AdapterConfig, dtype: torch.dtype, most: int
@@ -123,8 +153,10 @@ class TokenTargets:
         """most: rows, counted on each rank."""
         tokens = self._own_tokens(own)
         if module.token_rows is not None:
-            ids = torch.tensor(config.tokens_of(module.name), dtype=torch.int64)
             vocab_size, width = _shape(own)
+            ids = torch.tensor(config.tokens_of(module.name), dtype=torch.int64)
+            if len(module.token_rows) < len(ids):  # `cut_added` has taken the others
+                ids = ids[ids < vocab_size]
             if module.token_rows.shape[1:] != (width,) or len(set(ids.tolist())) < len(ids):
                 shape = tuple(module.token_rows.shape)
                 raise AdapterError(f"the trained rows of {module.name} have the shape {shape}, or one is named twice")
@@ -153,11 +185,7 @@ class TokenTargets:
         Rows are compared by their products with random directions, which any format of weights has.
         """
         if weight.shape != (shape := _shape(own)):
-            added = weight.shape[0] - shape[0] if weight.dim() == 2 else 0
-            tokens = f": {added} tokens that an adapter adds are not served" if added > 0 else ""
-            raise AdapterError(
-                f"the matrix of {name} has the shape {tuple(weight.shape)}; this model has {shape}{tokens}"
-            )
+            raise AdapterError(f"the matrix of {name} has the shape {tuple(weight.shape)}; this model has {shape}")
         generator = torch.Generator().manual_seed(0)
         directions = torch.randn(DIRECTIONS, shape[1], generator=generator)
         with torch.inference_mode():
@@ -167,6 +195,18 @@ class TokenTargets:
             lengths = given.norm(dim=1)
         exact = torch.float32 if _stored(own) is not None else self._dtype
         return torch.nonzero(off > lengths * TOLERANCE[exact] + 1e-30).flatten() + here.start
+
+
+def _with_added(deltas: TokenDeltas, added: AddedRows, vocab_size: int, dtype: torch.dtype) -> TokenDeltas:
+    """LoRA matrices do not change rows of added tokens further: `cut_added` has added their products."""
+    before = deltas.embedding or EmbeddingDelta()
+    ids, values = torch.arange(vocab_size, vocab_size + len(added)), added.embedding.to(dtype).contiguous()
+    if before.rows is not None:
+        ids, values = torch.cat([before.rows.token_ids, ids]), torch.cat([before.rows.values, values])
+    a = None if before.a is None else torch.cat([before.a, before.a.new_zeros(len(added), before.a.shape[1])])
+    head = None if added.head is None else added.head.to(dtype).contiguous()
+    embedding = EmbeddingDelta(a, before.b, ReplacedRows(ids, values))
+    return replace(deltas, embedding=embedding, num_added=len(added), added_head=head)
 
 
 def _shape(own: TokenEmbedding | Linear) -> tuple[int, int]:

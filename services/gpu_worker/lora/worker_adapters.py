@@ -6,7 +6,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from blockyard.services.gpu_worker.interfaces import LoadedAdapter
 from blockyard.services.gpu_worker.lora.places import AdapterPlaces, HostAdapter
@@ -14,7 +14,7 @@ from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, ReadM
 from blockyard.services.gpu_worker.lora.reader_client import AdapterReader
 from blockyard.services.gpu_worker.lora.targets import ModelTargets
 from blockyard.shared.errors import AdapterError
-from blockyard.shared.messages import AdapterPlaced
+from blockyard.shared.messages import AdapterPlaced, AddedToken
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +38,32 @@ def arrange_modules(
     read: ReadModules, targets: ModelTargets, limits: AdapterLimits
 ) -> Generator[None, None, HostAdapter]:
     """Brings an adapter into the order of a model's products, module by module. Raises AdapterError."""
-    of_tokens = [module for module in read.modules if module.is_of_tokens]
-    others = [module for module in read.modules if not module.is_of_tokens]
+    added = targets.tokens.cut_added(read.modules, read.config, limits.max_rows)
+    modules = [module for module in read.modules if module.tensors()]
+    of_tokens = [module for module in modules if module.is_of_tokens]
+    others = [module for module in modules if not module.is_of_tokens]
     deltas = yield from targets.arrange(others, limits.dtype, read.config, limits.max_rank)
-    tokens = targets.tokens.arrange(of_tokens, read.config, limits.dtype, limits.max_rows)
+    tokens = targets.tokens.arrange(of_tokens, read.config, limits.dtype, limits.max_rows, added)
     factor, max_len = targets.long_context(read.config.context_length)
-    return HostAdapter(read.digest, deltas, tokens, long_factor=factor, max_len=max_len)
+    held = HostAdapter(read.digest, deltas, tokens, long_factor=factor, max_len=max_len)
+    return replace(held, added_texts=_added_texts(read, targets.vocab_size, held.num_added))
+
+
+def _added_texts(read: ReadModules, vocab_size: int, num_added: int) -> list[AddedToken] | None:
+    """The tokens of its own tokenizer that have an embedding; None: its tokenizer is not used.
+
+    Raises AdapterError if that leaves added tokens without a text.
+    """
+    if read.texts is None:
+        return None
+    if read.texts.problem:
+        if num_added:
+            raise AdapterError(
+                f"the adapter adds {num_added} tokens, and its tokenizer cannot be used: {read.texts.problem}"
+            )
+        read.notes.append(f"its tokenizer is not used: {read.texts.problem}")
+        return None
+    return [one for one in read.texts.added if one.token_id < vocab_size + num_added]
 
 
 class WorkerAdapters:
@@ -118,7 +138,15 @@ class WorkerAdapters:
             held: HostAdapter = e.value
             self._held[one.adapter] = held
             columns = (one.adapter, held.digest, held.size_bytes)
-            return LoadedAdapter(*columns, notes=one.notes, max_len=held.max_len, job=one.job)
+            return LoadedAdapter(
+                *columns,
+                notes=one.notes,
+                max_len=held.max_len,
+                num_added_tokens=held.num_added,
+                has_tokenizer=held.added_texts is not None,
+                added_tokens=list(held.added_texts or ()),
+                job=one.job,
+            )
         except AdapterError as e:
             return LoadedAdapter(one.adapter, error=f"{one.path}: {e}", job=one.job)
         except Exception as e:  # a broken adapter is no reason to end the worker

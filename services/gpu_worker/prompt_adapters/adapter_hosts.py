@@ -20,8 +20,8 @@ from blockyard.shared.messages import AdapterPlaced
 MakeReader = Callable[[AdapterLimits, PromptLimits | None], AdapterReader]
 
 
-def adapter_limits(config: LoraConfig | None, dtype: torch.dtype) -> AdapterLimits:
-    """dtype: of the model."""
+def adapter_limits(config: LoraConfig | None, dtype: torch.dtype, tokenizer_path: str = "") -> AdapterLimits:
+    """dtype: of the model. tokenizer_path: see `AdapterLimits`."""
     if config is None:
         return AdapterLimits(dtype=dtype)
     return AdapterLimits(
@@ -31,6 +31,7 @@ def adapter_limits(config: LoraConfig | None, dtype: torch.dtype) -> AdapterLimi
         max_rows=config.extra_vocab_size,
         target_modules=tuple(config.target_modules),
         fully_sharded=config.fully_sharded,
+        tokenizer_path=tokenizer_path,
     )
 
 
@@ -62,7 +63,8 @@ def start_reader(
     if config.lora is None and config.prompts is None:
         return None
     prompts = prompt_limits(config.prompts, model, max_model_len)
-    return make_reader(adapter_limits(config.lora, model.table.dtype), prompts)
+    tokenizer_path = config.tokenizer_path or config.model_path
+    return make_reader(adapter_limits(config.lora, model.table.dtype, tokenizer_path), prompts)
 
 
 def make_hosts(

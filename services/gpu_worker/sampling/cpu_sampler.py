@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from blockyard.kernels.sampling.sampling_state import SEEN
@@ -125,7 +126,8 @@ class CpuSampler:
         self._edits, self._vocab_size, self._matchers = edits, vocab_size, matchers
 
     def sample(self, logits: Tensor, slots: Ints, index: Ints, rows: SampledRows) -> CpuSample:
-        """logits [rows, vocab] may be written to. index: of the new token in its sequence."""
+        """logits [rows, vocab] may be written to, and are wider where adapters add tokens. index: of the new token in
+        its sequence."""
         if rows.is_greedy:
             values, tokens = logits.max(dim=-1)
             return CpuSample(tokens.numpy(), values.tolist())
@@ -176,6 +178,8 @@ class CpuSampler:
             words = np.invert(np.stack(masks)).view(np.uint8)
             bits = np.unpackbits(words, axis=1, count=self._vocab_size, bitorder="little")
             banned = torch.from_numpy(bits.view(np.bool_))
+            if (added := logits.shape[1] - self._vocab_size) > 0:
+                banned = F.pad(banned, (0, added), value=True)  # no grammar allows tokens that adapters add
             if len(there) == len(slots):
                 logits.masked_fill_(banned, -math.inf)
             else:
@@ -185,7 +189,7 @@ class CpuSampler:
 
     def _penalize(self, logits: Tensor, rows: PenalizedRows) -> None:
         """Repetition counts tokens of prompt and output; presence and frequency count the output alone, as in vLLM."""
-        counts = self._edits.tensors.counts[rows.count_rows]
+        counts = self._edits.tensors.counts[rows.count_rows, : logits.shape[1]]
         by = torch.where(counts > 0, rows.repetition, 1.0)
         number = counts & (SEEN - 1)
         part = logits[rows.places]

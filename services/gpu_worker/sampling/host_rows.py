@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from blockyard.kernels.sampling.philox_gumbel import split_seed
@@ -53,7 +54,7 @@ class HostRow:
     @classmethod
     def of(cls, owner: int, state: Slot, eos_token_ids: list[int], vocab_size: int, device: torch.device) -> "HostRow":
         sampling = state.sampling
-        ends = [i for i in {*eos_token_ids, *state.stop_ids} if 0 <= i < vocab_size]
+        ends = [i for i in {*eos_token_ids, *state.stop_ids} if 0 <= i < state.vocab_size]
         masked = int(sampling.constraint is not None)  # its mask has the allowed tokens and the least number of tokens
         edits = SlotFields([0] * NUM_FIELDS, state.num_prompt_tokens, ends, vocab_size, masked)
         write_steps(edits, sampling)
@@ -180,7 +181,8 @@ class HostRows:
             prompt = ids[state.num_virtual : state.num_prompt_tokens].tolist()
             x = self._thread.run(row.processors, prompt, output.tolist(), x)
         if allowed is not None:
-            x = x.masked_fill(~allowed, -math.inf)
+            banned = F.pad(~allowed, (0, len(x) - len(allowed)), value=True)  # and all tokens that adapters add
+            x = x.masked_fill(banned, -math.inf)
         x = self._edited(x, row, len(ids), output.tolist() if row.words else [])
         if row.edits.has_penalties:
             x = self._penalized(x, state, ids, output)

@@ -36,11 +36,12 @@ def edits_bytes(capacity: int, vocab_size: int) -> int:
 class DeviceLogitsEdits:
     """Owns the rows of slots with changed logits, and the buffer of a step's log-probabilities."""
 
-    def __init__(self, state: SlotState, vocab_size: int, enabled: bool) -> None:
-        """enabled: False leaves all penalties, edits of tokens and log-probabilities to the host."""
+    def __init__(self, state: SlotState, vocab_size: int, enabled: bool, num_extra_tokens: int = 0) -> None:
+        """enabled: False leaves all penalties, edits of tokens and log-probabilities to the host. num_extra_tokens:
+        that adapters may add behind the vocabulary: they are counted, too."""
         device, capacity, self.enabled = state.arena.device, len(state.row_slots), enabled
         rows = capacity if enabled else 0
-        counts = _zeros(rows, vocab_size, np.int32, device)
+        counts = _zeros(rows, vocab_size + num_extra_tokens, np.int32, device)
         self.tensors = LogitsEdits(
             row=state.fields[Field.EDITS_ROW],
             repetition=state.floats(Field.REPETITION),

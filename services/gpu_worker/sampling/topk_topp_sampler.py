@@ -19,6 +19,7 @@ from blockyard.services.gpu_worker.arrays import Bools, Words
 GREEDY_BELOW = 1e-5  # lower temperatures are greedy
 _WORD = 0xFFFFFFFF
 CANDIDATES = 80  # more than usual values of top-k
+NO_LIMIT = 2**31 - 1  # of top-k: the logits of a step with tokens that adapters add are wider than the vocabulary
 LEAST = -9999.0  # logit or log-probability of a token that cannot be drawn: JSON has no infinity
 
 
@@ -26,7 +27,7 @@ LEAST = -9999.0  # logit or log-probability of a token that cannot be drawn: JSO
 class SamplingLimits:
     """Truncation of each row, [rows] each."""
 
-    top_k: Tensor  # int64, the vocabulary's size: no limit
+    top_k: Tensor  # int64, the vocabulary's size or more: no limit
     top_p: Tensor
     min_p: Tensor
 
@@ -129,7 +130,9 @@ def noisy_rows(fields: Words, used: Bools, vocab_size: int, device: torch.device
             continue
         limits = None
         if limited:
-            columns = (top_k[places].astype(np.int64), top_p[places], min_p[places])
+            most = top_k[places].astype(np.int64)
+            most[most >= vocab_size] = NO_LIMIT
+            columns = (most, top_p[places], min_p[places])
             limits = SamplingLimits(*map(tensor, columns))
         groups.append(
             NoisyRows(
@@ -158,7 +161,7 @@ def _within(values: Tensor, limits: SamplingLimits, vocab_size: int) -> tuple[Te
     inside[:, 0] = True
     kept &= values >= torch.where(inside, values, float("inf")).amin(-1, keepdim=True)
     kept[:, 0] = True
-    is_plain = (limits.min_p == 0) & (limits.top_k == vocab_size)  # then the mass above is right in any case
+    is_plain = (limits.min_p == 0) & (limits.top_k >= vocab_size)  # then the mass above is right in any case
     return kept, is_cut | (is_plain & ~kept[:, -1])
 
 

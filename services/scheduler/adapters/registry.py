@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from blockyard.shared.messages import AdapterCard
+from blockyard.shared.messages import AdapterCard, AdapterLoaded, AddedToken
 
 
 @dataclass(slots=True, eq=False)
@@ -17,6 +17,9 @@ class Adapter:
     is_prompt: bool = False  # a prompt adapter; False: a LoRA adapter
     num_virtual_tokens: int = 0  # of a prompt adapter, once a worker has read it
     max_len: int = 0  # of its longest sequence, if it is for longer contexts than the model
+    num_added_tokens: int = 0  # ids behind the model's vocabulary
+    has_tokenizer: bool = False  # its requests have the tokenizer in its folder ...
+    added_tokens: list[AddedToken] = field(default_factory=list)  # ... with these tokens beside the model's
     digest: bytes = b""  # empty: no worker has read it yet
     error: str = ""  # why a worker could not read it, the last time
     is_served: bool = False  # requests may name it
@@ -25,7 +28,13 @@ class Adapter:
 
     def card(self) -> AdapterCard:
         columns = (self.name, self.path, self.parent, self.digest, self.created, self.num_virtual_tokens, self.max_len)
-        return AdapterCard(*columns)
+        return AdapterCard(*columns, self.num_added_tokens, self.has_tokenizer)
+
+    def learn(self, loaded: AdapterLoaded) -> None:
+        """Takes what a worker has read."""
+        self.digest, self.num_virtual_tokens, self.max_len = loaded.digest, loaded.num_virtual_tokens, loaded.max_len
+        self.num_added_tokens, self.has_tokenizer = loaded.num_added_tokens, loaded.has_tokenizer
+        self.added_tokens = loaded.added_tokens
 
 
 class AdapterRegistry:

@@ -311,6 +311,8 @@ class RequestHandler:
             prompt_adapter=None if adapters.prompt is None else adapters.prompt.number,
             num_virtual=adapters.num_virtual,
             transfer_params=TransferParams.read(frame.kv_transfer_params) if frame.kv_transfer_params else None,
+            num_added=0 if adapters.lora is None else adapters.lora.num_added_tokens,
+            added_tokens=[] if adapters.lora is None else adapters.lora.added_tokens,
         )
         self._lifecycle.add(request)
         self._add_sequences(request, frame.choices, found)

@@ -82,6 +82,8 @@ class DetokenizerStreams:
                     choice.chars_sent,
                     options,
                     stream,
+                    request.num_added,
+                    request.added_tokens,
                 )
             )
         text_outbox.open_streams(opens)

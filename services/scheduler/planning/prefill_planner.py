@@ -326,4 +326,5 @@ def slot_start(group: WorkerGroup, running: RunningSequence) -> SlotStart:
         adapter_place=running.adapter_place,
         prompt_adapter=request.prompt_adapter,
         num_virtual_tokens=request.num_virtual,
+        num_added_tokens=request.num_added,
     )

@@ -18,7 +18,7 @@ from blockyard.services.scheduler.sequences.beam_search import BeamSearch, Hypot
 from blockyard.services.scheduler.sequences.handover import Handover
 from blockyard.services.scheduler.sequences.packed_texts import PackedTexts
 from blockyard.services.scheduler.sequences.transfer_params import TransferParams
-from blockyard.shared.messages import Generate, PooledStart, Sampling, SlotRun
+from blockyard.shared.messages import AddedToken, Generate, PooledStart, Sampling, SlotRun
 
 NEVER = 1 << 62  # more tokens than any sequence has
 
@@ -96,6 +96,8 @@ class Request:
     prompt_adapter: int | None = None  # number of its prompt adapter ...
     num_virtual: int = 0  # ... and how many tokens of `num_prompt` are its virtual tokens, before the client's
     transfer_params: TransferParams | None = None
+    num_added: int = 0  # ids behind the vocabulary, which its LoRA adapter adds ...
+    added_tokens: list[AddedToken] = field(default_factory=list)  # ... and their texts, for the detokenizer
 
     @property
     def adapters(self) -> list[int]:

@@ -130,11 +130,7 @@ class AdapterLoads:
         differs = not error and adapter.digest not in (b"", frame.digest)
         adapter.error = error or ("its bytes have changed" if differs else "")
         if not adapter.error:
-            adapter.digest, adapter.num_virtual_tokens, adapter.max_len = (
-                frame.digest,
-                frame.num_virtual_tokens,
-                frame.max_len,
-            )
+            adapter.learn(frame)
         _holder(group, adapter).on_loaded(frame.adapter, is_usable=not adapter.error)
         if differs:  # the name is served elsewhere
             self._outbox.send(worker, DropAdapter(self._scheduler, frame.adapter))

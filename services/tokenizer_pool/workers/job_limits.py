@@ -80,6 +80,17 @@ class ProcessLimits:
             resource.setrlimit(resource.RLIMIT_DATA, (soft if hard < 0 else min(soft, hard), hard))
             self._max_model_len = max_model_len
 
+    @contextmanager
+    def unlimited(self) -> Iterator[None]:
+        """Loads what later jobs use: it counts as none of their memory."""
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+        try:
+            yield
+        finally:
+            self._data_bytes, self._max_model_len = _memory_bytes(5), None
+            self._peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
     def rendering(self, field: str) -> AbstractContextManager[None]:
         return self._phase(RENDERING, self._limits.render_cpu_s, "the chat template", field)
 

@@ -33,7 +33,11 @@ LORA = (
     Flag("max-loras", FlagKind.INT, 1, "Adapters on the device: those that one step may use.", ge=1),
     Flag("max-lora-rank", FlagKind.INT, 16, "Largest rank of an adapter.", ge=1, le=512),
     Flag(
-        "lora-extra-vocab-size", FlagKind.INT, 256, "Rows of embedding and of head that an adapter may replace.", ge=0
+        "lora-extra-vocab-size",
+        FlagKind.INT,
+        256,
+        "Rows of embedding and of head that an adapter may replace, and tokens that it may add.",
+        ge=0,
     ),
     Flag(
         "lora-dtype",

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from blockyard.shared.messages import Generate, ModelCard, Tokenize
+from blockyard.shared.messages import AdapterTokenizer, Generate, ModelCard, Tokenize
 
 
 def tokenize_fields(work: Tokenize, card: ModelCard) -> Tokenize:
@@ -12,7 +12,20 @@ def tokenize_fields(work: Tokenize, card: ModelCard) -> Tokenize:
         return work
     digests = [one.digest for one in (lora, prompt) if one is not None]
     num_virtual_tokens = 0 if prompt is None else prompt.num_virtual_tokens
-    return msgspec.structs.replace(work, adapter_digest=b"".join(digests), num_virtual_tokens=num_virtual_tokens)
+    return msgspec.structs.replace(
+        work,
+        adapter_digest=b"".join(digests),
+        num_virtual_tokens=num_virtual_tokens,
+        adapter=adapter_tokenizer(card),
+    )
+
+
+def adapter_tokenizer(card: ModelCard) -> AdapterTokenizer | None:
+    """The tokenizer of a request with the card's adapters; None: the model's."""
+    lora = card.adapter
+    if lora is None or not (lora.has_tokenizer or lora.num_added_tokens):
+        return None
+    return AdapterTokenizer(lora.root if lora.has_tokenizer else "", lora.digest, lora.num_added_tokens)
 
 
 def generate_fields(frame: Generate, card: ModelCard) -> Generate:

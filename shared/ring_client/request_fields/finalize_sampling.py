@@ -63,8 +63,9 @@ def finalize_sampling(
             tools.reasoning_end,
             tools.reasoning_other_ends,
         )
-    if prompt.stop_token_ids:
-        stops = [*sampling.stop_token_ids, *prompt.stop_token_ids]
+    ends = [] if sampling.ignore_eos else [one for one in prompt.eos_token_ids if one not in card.eos_token_ids]
+    if prompt.stop_token_ids or ends:
+        stops = [*sampling.stop_token_ids, *prompt.stop_token_ids, *ends]
         sampling = msgspec.structs.replace(sampling, stop_token_ids=stops)
     return msgspec.structs.replace(
         sampling, max_tokens=min(max(wanted, 1), left), seed=seed, bad_words=bad_words, constraint=constraint

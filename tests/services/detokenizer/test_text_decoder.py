@@ -1,12 +1,15 @@
 """Streaming equals the tokenizer's own decode of all ids, for any ids and any division into pushes."""
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken as HfToken
 from tokenizers import Tokenizer
 
 from blockyard.services.detokenizer.text_decoder import new_decoder
-from blockyard.services.detokenizer.token_table import TokenKind, TokenTable, UnknownToken
+from blockyard.services.detokenizer.token_table import AdapterTables, TokenKind, TokenTable, UnknownToken
+from blockyard.shared.messages import AddedToken, StreamOpen, TextOptions
 
 FAMILIES = ["byte_tokenizer", "sentence_tokenizer", "metaspace_tokenizer", "word_tokenizer"]
 ids_strategy = st.lists(st.integers(0, 10**6), max_size=24)
@@ -20,6 +23,10 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     found = request.getfixturevalue(request.param)
     assert isinstance(found, Tokenizer)
     return found
+
+
+def added_tokens(first: int) -> list[AddedToken]:
+    return [AddedToken(first, "<note>"), AddedToken(first + 1, "<end>", is_special=True)]
 
 
 def table_of(tokenizer: Tokenizer) -> TokenTable:
@@ -161,3 +168,30 @@ def test_raw_bytes(byte_tokenizer: Tokenizer, sentence_tokenizer: Tokenizer) -> 
     table = table_of(sentence_tokenizer)
     assert table.raw(sentence_tokenizer.token_to_id("<0xE2>")) == b"\xe2"
     assert table.raw(sentence_tokenizer.encode("the").ids[0]).startswith(b" ")
+
+
+@quick
+@given(numbers=ids_strategy, skip_special=st.booleans())
+def test_tokens_that_an_adapter_adds(tokenizer: Tokenizer, numbers: list[int], skip_special: bool) -> None:
+    """Streaming with the model's table equals decoding by a tokenizer that has them."""
+    size, own = tokenizer.get_vocab_size(), Tokenizer.from_str(tokenizer.to_str())
+    own.add_tokens([HfToken("<note>", normalized=False), HfToken("<end>", special=True, normalized=False)])
+    table = table_of(tokenizer).with_added(added_tokens(size), size + 2)
+    ids = [n % (size + 2) if n % 3 else size + n % 2 for n in numbers]
+    if table.decoding.byte_fallback:
+        ids = [i for i in ids if not str(own.id_to_token(i)).startswith("<0x")]
+    assert streamed(table, ids, skip_special) == own.decode(ids, skip_special_tokens=skip_special)
+
+
+def test_tables_of_adapters_have_their_own_ids(byte_tokenizer: Tokenizer) -> None:
+    table, size = table_of(byte_tokenizer), byte_tokenizer.get_vocab_size()
+    tables = AdapterTables(table)
+    plain = StreamOpen("r", 0, 0, 1, b"", b"", 0, TextOptions())
+    assert tables.of(plain) is table
+    opened = msgspec.structs.replace(plain, num_added_tokens=3, added_tokens=added_tokens(size))
+    own = tables.of(opened)
+    assert tables.of(opened) is own and own.raw(size) == b"<note>" and own.raw(size + 2) == b""
+    assert own.is_special(size + 1) and not table.is_special(size + 1)
+    for one, beyond in ((own, size + 3), (table, size)):
+        with pytest.raises(UnknownToken):
+            one.raw(beyond)

@@ -20,10 +20,15 @@ from blockyard.shared.messages import AdapterPlaced, Sampling, SlotResult, SlotR
 
 
 def save_adapter(
-    base: PreTrainedModel, folder: Path, seed: int = 3, trained_rows: Sequence[int] = (), **fields: Any
+    base: PreTrainedModel,
+    folder: Path,
+    seed: int = 3,
+    trained_rows: Sequence[int] = (),
+    saves_embedding: bool | str = "auto",
+    **fields: Any,
 ) -> peft.PeftModel:
     """Adapts `base` in place with random matrices, and writes the adapter. fields: of LoraConfig. trained_rows: of
-    `modules_to_save`."""
+    `modules_to_save`. saves_embedding: see `save_embedding_layers` of PEFT."""
     config = peft.LoraConfig(**({"r": 5, "lora_alpha": 11, "init_lora_weights": False} | fields))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of uses of transformers that it deprecates, and of Conv1D
@@ -37,7 +42,7 @@ def save_adapter(
                     value.copy_(random)
                 elif "modules_to_save" in name:
                     value[list(trained_rows)] = random[list(trained_rows)]
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, save_embedding_layers=saves_embedding)
     return model.eval()
 
 

@@ -1,0 +1,63 @@
+"""Reads the tokenizer in an adapter's folder, and checks that the ids of the model's tokenizer keep their meaning."""
+
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from blockyard.shared import tokenizer_files
+from blockyard.shared.errors import LoadError
+from blockyard.shared.messages import AddedToken
+from blockyard.shared.tokenizer_files import TokenizerFiles
+
+TOKENIZERS = ("tokenizer.json", "vocab.json")  # a folder with one of these has a tokenizer
+DIGEST_BYTES = 16
+MOST_ADDED = 4096  # tokens that a tokenizer may have beside the model's: each goes to the detokenizer with a request
+
+
+class AdapterTexts(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What the tokenizer in an adapter's folder says."""
+
+    added: list[AddedToken]  # tokens that the model's tokenizer does not have
+    problem: str = ""  # why it is not used; empty: prompts of the adapter's requests are encoded with it
+    digest: bytes = b""  # of the tokenizer and its chat templates
+
+
+class TokenizerCheck:
+    """Keeps the model's tokenizer, once it is needed."""
+
+    def __init__(self, model_tokenizer: str) -> None:
+        """model_tokenizer: its folder."""
+        self._path = model_tokenizer
+        self._tokens: dict[str, int] = {}
+        self._digest = b""
+
+    def read(self, folder: Path) -> AdapterTexts | None:
+        """None: the folder has no tokenizer, or the model's own with its chat templates."""
+        if not any((folder / name).is_file() for name in TOKENIZERS):
+            return None
+        try:
+            if not self._tokens:
+                model = tokenizer_files.load(self._path)
+                self._tokens, self._digest = model.tokenizer.get_vocab(with_added_tokens=True), _digest(model)
+            own = tokenizer_files.load(folder)
+        except LoadError as e:
+            return AdapterTexts([], problem=str(e))
+        digest, tokens = _digest(own), own.tokenizer.get_vocab(with_added_tokens=True)
+        if digest == self._digest:
+            return None
+        if changed := self._tokens.items() - tokens.items():
+            text, token_id = min(changed, key=lambda entry: entry[1])
+            return AdapterTexts([], f"{len(changed)} tokens have other ids in it, such as {text!r}, here {token_id}")
+        special = {i for i, token in own.tokenizer.get_added_tokens_decoder().items() if token.special}
+        added = sorted((i, text) for text, i in tokens.items() - self._tokens.items())
+        if len(added) > MOST_ADDED:
+            return AdapterTexts([], f"it has {len(added)} tokens that the model's has not, more than {MOST_ADDED}")
+        return AdapterTexts([AddedToken(i, text, i in special) for i, text in added], digest=digest)
+
+
+def _digest(files: TokenizerFiles) -> bytes:
+    """Of all that decides on the ids of a text or a chat."""
+    digest = blake2b(files.tokenizer.to_str().encode(), digest_size=DIGEST_BYTES)
+    digest.update(msgspec.json.encode([files.special_tokens, files.chat_templates], order="deterministic"))
+    return digest.digest()
