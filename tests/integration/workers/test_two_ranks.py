@@ -72,3 +72,15 @@ def test_two_ranks_give_the_texts_of_one_and_end_together(flag: str, tmp_path: P
     log = (tmp_path / "log").read_text("utf-8", "replace")
     assert "rank 1 of 2 has ended with code -9; all ranks end" in log
     assert "the leader is silent for 4 s" in log
+
+
+def test_a_rank_that_cannot_start_ends_all_with_one_line(tmp_path: Path) -> None:
+    """Rank 1 has the first stage and no room for a sequence, while the leader waits for it."""
+    flags, log = ("-pp", "2", "--pipeline-layers", "5,1", "--kv-cache-memory-bytes", "5M"), tmp_path / "log"
+    with pytest.raises(RuntimeError, match="ended with 3"), serve("demo", *FLAGS, *flags, log=log):
+        pass
+    last = log.read_text("utf-8", "replace").splitlines()[-1]
+    assert last.startswith(
+        "blockyard serve: error: gpu_worker: rank 1: not enough memory for one sequence: 4096 tokens"
+    )
+    assert last.endswith("set --kv-cache-memory-bytes 20971520 or more, or set --max-model-len 1024 or less")
