@@ -73,6 +73,7 @@ from blockyard.shared.messages.pooling import (
     VectorBlock,
     VectorFailure,
 )
+from blockyard.shared.messages.rank_bench import DeviceRates, RankBenchLine, SumTime
 from blockyard.shared.messages.requests import (
     DEFAULT_SAMPLING,
     Accepted,

@@ -12,7 +12,7 @@ from blockyard.shared.messages import Frame, FrameStruct
 
 UNIONS = {
     name: union
-    for name in ("RegistryIn", "GatewayIn", "TokenizerIn", "SchedulerIn", "WorkerIn")
+    for name in ("RegistryIn", "GatewayIn", "TokenizerIn", "SchedulerIn", "WorkerIn", "RankBenchLine")
     if isinstance(union := getattr(messages, name), types.UnionType)
 }
 FRAMES = [(name, frame) for name, union in UNIONS.items() for frame in get_args(union)]

@@ -34,7 +34,7 @@ from blockyard.services.bench.suite import shapes
 from blockyard.services.bench.suite.served import SuiteServer, serve
 from blockyard.shared.config.text_part import text_part
 from blockyard.shared.errors import BlockyardError, ConfigError
-from blockyard.shared.messages.rank_bench import DeviceRates
+from blockyard.shared.messages import DeviceRates
 
 LAYOUTS = ("tp2", "pp2", "ep2", "dp2ep2")
 UNCACHED = ("--no-enable-prefix-caching",)

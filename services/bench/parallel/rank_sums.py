@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from blockyard.services.bench.load.results import BenchError
-from blockyard.shared.messages.rank_bench import DeviceRates, RankBenchLine, SumTime
+from blockyard.shared.messages import DeviceRates, RankBenchLine, SumTime
 
 MODULE = "blockyard.services.gpu_worker.bench.rank_sums"
 TAIL = 1000  # characters of a failed benchmark's output that are shown

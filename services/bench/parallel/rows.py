@@ -11,7 +11,7 @@ import msgspec
 
 from blockyard.services.bench.parallel.layouts import ONE
 from blockyard.services.bench.parallel.measures import ServerFigures
-from blockyard.shared.messages.rank_bench import SumTime
+from blockyard.shared.messages import SumTime
 
 HEAD = "| item | layout | measured | compared with | ratio | floor | bar |\n|---|---|---|---|---|---|---|"
 LINK_BYTES_PER_S = 390e9

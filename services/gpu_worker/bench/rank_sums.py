@@ -25,7 +25,7 @@ from blockyard.services.gpu_worker.parallel.meeting import Meeting
 from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankGroup, connect_cpus, connect_gpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.ranks.leader_team import ENVIRONMENT
-from blockyard.shared.messages.rank_bench import DeviceRates, SumTime
+from blockyard.shared.messages import DeviceRates, SumTime
 from blockyard.shared.process import pipes, settings
 
 if torch.cuda.is_available():

@@ -19,6 +19,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 # These import the modules of all kernels of a step, which are looked up by name.
+from blockyard.kernels.all_reduce import sum_ranks
 from blockyard.kernels.lora import add_adapters, add_to_heads
 from blockyard.kernels.quantized import unpack_blocks
 from blockyard.services.gpu_worker.execution.cuda import cuda_steps, pooled_attention
@@ -29,7 +30,7 @@ from blockyard.shared.process.settings import end
 
 LOADED = (
     *(add_adapters, add_to_heads, cuda_steps, exact_product, grouped_experts, linear_tuning, pooled_attention),
-    *(triton_ops, unpack_blocks),
+    *(sum_ranks, triton_ops, unpack_blocks),
 )
 # Errors of compilers. The worker then compiles the kernel itself and reports the details.
 PROBLEMS = (TritonError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, OSError)

@@ -75,7 +75,7 @@ def test_limits_of_both_sides(cross_encoder: tuple[PoolingRing, CrossEncoder]) -
         (["aa", "\ud800"], {}, "input[1]"),
         (["aa", [1, VOCAB]], {}, "input[1]"),
         (["aa", []], {}, "input[1]"),
-        ([TextPair("aa", "aa " * 80)], {"second_field": "documents"}, "input[0]"),
+        ([TextPair("aa", "aa " * 80)], {"second_field": "documents"}, "documents[0]"),
         ([TextPair("aa", "")], {"second_field": "documents"}, "documents[0]"),
         (["aa"], {"truncate_prompt_tokens": 65}, "truncate_prompt_tokens"),
         (["aa"], {"truncation_side": "up"}, "truncation_side"),

@@ -129,4 +129,4 @@ for form in ("int4 g128", "int4 g64 uint8 zeros", "int4 rows", "nf4 g64", "nvfp4
 
 def test_kernels_compile_for_an_h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "support"))
-    assert len(shared_bytes(COMPILED, tmp_path, 170)) == 6
+    assert len(shared_bytes(COMPILED, tmp_path)) == 6

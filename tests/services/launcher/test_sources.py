@@ -35,7 +35,7 @@ def test_an_empty_file_is_fine(tmp_path: Path) -> None:
         ("port: [", "not YAML"),
         ("config: other.yaml", "cannot name another"),
         ("prot: 1", "c.yaml: prot: no such flag; did you mean port?"),
-        ("enable-prompt-adapter: true", "c.yaml: enable-prompt-adapter: not built yet: prompt adapters"),
+        ("skip-tokenizer-init: true", "c.yaml: skip-tokenizer-init: not built yet: serving without a tokenizer"),
         ("port: !!python/object/apply:os.system [true]", "not YAML"),
     ],
 )

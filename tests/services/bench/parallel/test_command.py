@@ -15,7 +15,7 @@ from blockyard.services.bench.parallel.measures import ParallelSizes
 from blockyard.services.bench.suite import shapes
 from blockyard.services.bench.suite.served import SuiteServer
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.messages.rank_bench import DeviceRates, SumTime
+from blockyard.shared.messages import DeviceRates, SumTime
 
 SIZES = ParallelSizes(runs=1, stream=(8, 30), sums=(16 << 10,), prompt=32)
 LAYOUTS = [read_layout("tp2"), read_layout("pp2")]

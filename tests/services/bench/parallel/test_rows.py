@@ -5,7 +5,7 @@ import pytest
 from blockyard.services.bench.parallel.rows import BARS, KILL, START, read_floor_ms, row_of, sum_rows
 from blockyard.services.bench.suite import shapes
 from blockyard.shared.config.text_part import text_part
-from blockyard.shared.messages.rank_bench import SumTime
+from blockyard.shared.messages import SumTime
 
 VALUES = {
     ("one", "itl-one"): 4.0,

@@ -61,7 +61,7 @@ def test_an_adapter_is_loaded_once_all_ranks_have_it() -> None:
     ranks.own.append(LoadedAdapter(5, SAME, 12, notes=["said"], job=job))
     assert not ranks.adapters.poll()
     ranks.answers = [(2, AdapterRead(job, SAME, 10))]
-    assert ranks.adapters.poll() == [LoadedAdapter(5, SAME, 32, notes=["said"])]
+    assert ranks.adapters.poll() == [LoadedAdapter(5, SAME, 32, notes=["said"], job=job)]
     assert not ranks.adapters.is_loading and not ranks.dropped
     ranks.adapters.place([AdapterPlaced(1, 5)])
     assert ranks.sent[-1] == PlaceAdapters([AdapterPlaced(1, 5)]) and ranks.placed == [AdapterPlaced(1, 5)]

@@ -15,7 +15,7 @@ from ..harness.world import Shape, World
 PROMPT = [(i * 7 + 1) % 50 for i in range(22)]  # a prompt that ends within a block of 4
 EVENTS = 160  # steps of one history
 HISTORIES = 500 if settings.get_current_profile_name() == "long" else 25
-LEAST = 75 * HISTORIES // 50  # plans with several copies, in all histories
+LEAST = HISTORIES // 2  # plans with several copies, in all histories: a tenth of what most runs have
 FORKS = SHAPES | {
     "block_size": [2, 3, 5],
     "num_blocks": list(range(14, 40)),
