@@ -228,19 +228,16 @@ def check_one_host(values: Values) -> None:
             raise ConfigError(f"{values.where(name)}: is for `blockyard run gpu-worker`, on each host")
 
 
-def stage_fields(values: Values, config: Mapping[str, Any], task: str) -> dict[str, Any]:
+def stage_fields(values: Values, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns WorkerConfig's field for the layers of pipeline stages. Raises ConfigError for stages that cannot be.
 
-    config: of config.json. task: of the model.
+    config: of config.json.
     """
     size, given = values.get("pipeline-parallel-size", int), values.maybe("pipeline-layers", list)
     where, text = f"{values.where('pipeline-parallel-size')} {size}", text_part(config)
     num = next((text[name] for name in NUM_LAYERS if isinstance(text.get(name), int)), None)
-    if size > 1 and values["worker-cls"] != "mock":
-        if num is not None and size > num:
-            raise ConfigError(f"{where} is more than the {num} layers of the model")
-        if task != "generate":
-            raise ConfigError(f"{where}: not built for models that pool (--task {task})")
+    if values["worker-cls"] != "mock" and num is not None and size > max(num, 1):
+        raise ConfigError(f"{where} is more than the {num} layers of the model")
     if given is None:
         return {}
     layers, asked = list(map(int, given)), f"{values.where('pipeline-layers')} {','.join(map(str, given))}"

@@ -78,6 +78,8 @@ def test_ranks_have_gpus_of_their_own() -> None:
     ] == [(3, 2)] * 3
     on_gpus = deploy("--device", "cuda", "-dp", "2", "-tp", "3").workers
     assert [(w.replicas, w.gpu) for w in on_gpus] == [(2, 0), (2, 3)]
+    [pools] = deploy("--device", "cpu", "-pp", "2", "--task", "embed").workers
+    assert (pools.task, pools.pipeline_parallel_size) == ("embed", 2)
     assert [w.gpu for w in deploy("--device", "cuda", "-tp", "2").workers] == [0]
     mock = ("--device", "cuda", "--worker-cls", "mock", "-tp", "2")
     assert [w.gpu for w in deploy(*mock, "-dp", "2").workers] == [None, None]
