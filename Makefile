@@ -63,9 +63,9 @@ test-gpu: test-ready
 	$(RUN) -m pytest -q -n 16 --dist worksteal -m "cuda and not cpu and not alone" $(ON_GPU)
 	$(RUN) -m pytest -q -m "cuda and alone" $(ON_GPU)
 
-# The scheduler's property tests with many more histories than in `make test`: about an hour.
+# Property tests of the scheduler and of delayed ranks, with many more histories than in `make test`: about an hour.
 PROPERTIES := services/scheduler/test_properties.py services/scheduler/kv_cache/test_block_copies.py \
-	services/scheduler/transfers/test_transfer_properties.py
+	services/scheduler/transfers/test_transfer_properties.py services/gpu_worker/execution/test_delayed_ranks.py
 test-long: test-ready
 	$(RUN) -m pytest -q -n 2 --dist loadfile --hypothesis-profile=long -o timeout=7200 $(PROPERTIES:%=tests/%)
 	$(RUN) tests/bench/scheduling/bench_properties.py

@@ -81,8 +81,7 @@ def serve(config: WorkerConfig) -> None:
             runner = SleepingRunner(lambda: start(config, report, processes), lambda: held_bytes(config), freeze)
             transfers = make_transfers(config, links, runner, team)
         except BlockyardError as e:
-            if team is not None:
-                team.fail(e)
+            fail_start(team, e)
             raise
         if team is not None:
             team.serve()
@@ -96,6 +95,14 @@ def serve(config: WorkerConfig) -> None:
             raise
         if team is not None:
             team.close()
+
+
+def fail_start(team: LeaderTeam | None, error: BlockyardError) -> None:
+    """Tells other ranks why the start fails. For one that is lost, the team ends this process and says why it ended."""
+    if isinstance(error, RankLostError):
+        time.sleep(RANKS_END_S)
+    if team is not None:
+        team.fail(error)
 
 
 def wait_for_ranks(

@@ -41,7 +41,7 @@ from blockyard.services.gpu_worker.parallel.loading_slots import loading_slot
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.parallel.shares import WHOLE, Shard
 from blockyard.services.gpu_worker.parallel.stages import Stage
-from blockyard.services.gpu_worker.parallel.team import RankGroups, RankTeam, SendCommand, connect_groups
+from blockyard.services.gpu_worker.parallel.team import RankGroups, RankTeam, SendCommand, connect_groups, naming_leader
 from blockyard.services.gpu_worker.pooling.output import PoolingOutput
 from blockyard.services.gpu_worker.pooling.selection import choose_output
 from blockyard.services.gpu_worker.prompt_adapters.adapter_hosts import (
@@ -179,7 +179,8 @@ def load(
     whole, stage = declare(build, settings, dtype, config, shard), None
     if team is not None:
         stage = choose_stage(whole, team, config, backend.free_bytes(config), kv_dtype)
-    share = check(build, settings, whole, config, backend, stage)
+    with naming_leader(team):
+        share = check(build, settings, whole, config, backend, stage)
     ranks = None if team is None else team.connect(partial(connect_groups, backend.connect_ranks))
     table = make_table(config, dtype, backend, share, shard, ranks)
     if stage is not None:
@@ -196,7 +197,7 @@ def load(
     reader = start_reader(config, model, max_model_len, make_reader or readers(None))
     progress = Throttle(lambda done: report.phase("loading weights", done))
     slot = loading_slot(None if team is None else team.folder.parent, config.max_parallel_loading)
-    with torch.inference_mode(), page_cache.read_ahead(config):
+    with torch.inference_mode(), page_cache.read_ahead(config, 0 if team is None else team.place.rank):
         with slot:  # ranks wait for each other behind it
             loaded = checkpoint.load(
                 model.table, folder, config.load_format, config.ignore_patterns, config.seed, progress
@@ -223,7 +224,7 @@ def load(
         report.phase("planning memory")
         host_plan = plan_host(need, free_host_bytes() // config.replicas, config.swap_space_gib)
         moving_bytes = backend.moving_bytes(host_plan, config.kv_transfer)
-        with alone(ranks):
+        with alone(ranks), naming_leader(team):
             plan = backend.plan_memory(model, need, kv_dtype, config, moving_bytes)
         report.note(*plan.notes, *host_plan.notes)
         if ranks is not None:

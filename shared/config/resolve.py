@@ -271,7 +271,7 @@ def worker(of_role: WorkersOfRole, model: Checkpoint, process: ProcessConfig) ->
             "config_overrides": msgspec.json.encode(overrides).decode(),
             **pooling,
             **worker_fields.node_fields(values, process.bus),
-            **worker_fields.stage_fields(values, model.config, pooling.get("task", "generate")),
+            **worker_fields.stage_fields(values, model.config),
         },
     )
 

@@ -173,7 +173,15 @@ def check_ranks(values: Values, config: Mapping[str, Any]) -> None:
     for flag in PARALLEL if asked == "uni" else ():
         if (number := values.get(flag, int)) > 1:
             raise ConfigError(f"{backend} uni is for one rank; {values.where(flag)} {number} needs mp")
-    if size == 1 or values["worker-cls"] == "mock":
+    if values["worker-cls"] == "mock":
+        return
+    names = config.get("architectures")
+    is_known = not isinstance(names, list) or find_architecture(names) is not None
+    for flag in PARALLEL if values["model-impl"] == "transformers" or not is_known else ():
+        if (number := values.get(flag, int)) > 1:
+            where = f"{values.where(flag)} {number}"
+            raise ConfigError(f"{where}: not built for models that run by their class in transformers")
+    if size == 1:
         return
     where = f"{values.where('tensor-parallel-size')} {size}"
     heads = next((config[name] for name in QUERY_HEADS if isinstance(config.get(name), int)), size)
@@ -220,29 +228,23 @@ def check_one_host(values: Values) -> None:
             raise ConfigError(f"{values.where(name)}: is for `blockyard run gpu-worker`, on each host")
 
 
-def stage_fields(values: Values, config: Mapping[str, Any], task: str) -> dict[str, Any]:
+def stage_fields(values: Values, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns WorkerConfig's field for the layers of pipeline stages. Raises ConfigError for stages that cannot be.
 
-    config: of config.json. task: of the model.
+    config: of config.json.
     """
     size, given = values.get("pipeline-parallel-size", int), values.maybe("pipeline-layers", list)
-    where = f"{values.where('pipeline-parallel-size')} {size}"
-    if size > 1 and values["worker-cls"] != "mock":
-        text = text_part(config)
-        num = next((text[name] for name in NUM_LAYERS if isinstance(text.get(name), int)), None)
-        if num is not None and size > num:
-            raise ConfigError(f"{where} is more than the {num} layers of the model")
-        names = config.get("architectures")
-        is_known = not isinstance(names, list) or find_architecture(names) is not None
-        if values["model-impl"] == "transformers" or not is_known:
-            raise ConfigError(f"{where}: not built for models that run by their class in transformers")
-        if task != "generate":
-            raise ConfigError(f"{where}: not built for models that pool (--task {task})")
+    where, text = f"{values.where('pipeline-parallel-size')} {size}", text_part(config)
+    num = next((text[name] for name in NUM_LAYERS if isinstance(text.get(name), int)), None)
+    if values["worker-cls"] != "mock" and num is not None and size > max(num, 1):
+        raise ConfigError(f"{where} is more than the {num} layers of the model")
     if given is None:
         return {}
     layers, asked = list(map(int, given)), f"{values.where('pipeline-layers')} {','.join(map(str, given))}"
     if len(layers) != size or min(layers) < 1:
         raise ConfigError(f"{asked}: a number of layers is needed for each of {size} pipeline stages, at least 1")
+    if num is not None and sum(layers) != num:
+        raise ConfigError(f"{asked}: these are {sum(layers)} layers, and the model has {num}")
     return {"pipeline_layers": layers}
 
 

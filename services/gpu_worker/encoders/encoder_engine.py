@@ -116,7 +116,7 @@ def load_encoder(
     model = place_in(table)
     progress = Throttle(lambda done: report.phase("loading weights", done))
     slot = loading_slot(None if team is None else team.folder.parent, config.max_parallel_loading)
-    with torch.inference_mode(), page_cache.read_ahead(config):
+    with torch.inference_mode(), page_cache.read_ahead(config, 0 if team is None else team.place.rank):
         with slot:  # ranks wait for each other behind it
             loaded = checkpoint.load(table, folder, config.load_format, config.ignore_patterns, config.seed, progress)
         report.note(str(loaded), *backend.offload_notes(config), *table.describe_unused())

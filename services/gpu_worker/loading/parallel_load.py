@@ -2,14 +2,19 @@
 
 A mapped file would be read page by page by one thread, from memory that the driver stages itself. Readers with two
 pinned buffers each keep both the disk and the link to the GPU busy.
+
+With several ranks, a rank copies its share of a weight to the GPU, and no more. Of rows and of whole experts it reads
+its share alone; other shares are taken on the host. Ranks of a host read through the page cache, in the same order, so
+that a file comes from disk once. Tensors that a quantization format converts are copied whole: the GPU converts them.
 """
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -19,6 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from blockyard.services.gpu_worker.loading.linear_spec import Arrange, Cut
 from blockyard.services.gpu_worker.loading.tensor_headers import naming
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.shared.errors import LoadError
@@ -67,6 +73,15 @@ class Stored:
     begin: int  # in the file
     size_bytes: int
 
+    @property
+    def num_rows(self) -> int:
+        """The first dimension."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def row_bytes(self) -> int:
+        return self.size_bytes // max(self.num_rows, 1)
+
 
 @contextmanager
 def open_safetensors(file: Path) -> Iterator[Any]:
@@ -107,27 +122,84 @@ class Reader:
         self._buffers = [table.link.host_tensor((chunk_bytes,), torch.uint8) for _ in range(2)]
         self._stream = table.link.stream()
         self._copied = [self._stream.event() for _ in range(2)]
+        self._turn = 0  # the buffer that is filled next
 
     def load(self, stored: Stored, table: WeightTable) -> int:
         """Fills one weight and returns its bytes. The copy is complete after `wait`."""
-        with torch.inference_mode(), self._stream.use():
-            value = torch.empty(stored.shape, dtype=stored.dtype, device=self._device)
-            self._fill(value.view(-1).view(torch.uint8), stored)
-            with naming(stored.file):
-                table.put(stored.name, value)
+        with torch.inference_mode(), self._stream.use(), naming(stored.file):
+            take = table.share_of(stored.name, stored.shape)
+            if take is None:
+                table.put(stored.name, self._read_rows(stored, (range(stored.num_rows),)))
+                return stored.size_bytes
+            if not isinstance(take, Cut):
+                share = self._take_of_whole(stored, take)
+            elif take.dim % len(stored.shape) == 0:
+                share = self._read_rows(stored, take.ranges)
+            else:
+                share = self._take_of_rows(stored, take)
+            table.put_share(stored.name, share, stored.shape)
         return stored.size_bytes
 
     def wait(self) -> None:
         self._stream.synchronize()
 
-    def _fill(self, target: Tensor, stored: Stored) -> None:
+    def _read_rows(self, stored: Stored, ranges: Sequence[range]) -> Tensor:
+        """Returns ranges of the first dimension on the device."""
+        shape = (sum(map(len, ranges)), *stored.shape[1:]) if stored.shape else ()
+        value, done = torch.empty(shape, dtype=stored.dtype, device=self._device), 0
+        for own in ranges:
+            size, begin = len(own) * stored.row_bytes, stored.begin + own.start * stored.row_bytes
+            self._fill(_bytes(value)[done : done + size], partial(_read_from, stored, begin))
+            done += size
+        return value
+
+    def _take_of_rows(self, stored: Stored, cut: Cut) -> Tensor:
+        """Returns a part of each row on the device. The host has as many rows at a time as fit into a buffer."""
+        shape = [*stored.shape]
+        shape[cut.dim] = sum(map(len, cut.ranges))
+        value = torch.empty(shape, dtype=stored.dtype, device=self._device)
+        step = max(len(self._buffers[0]) // max(stored.row_bytes, 1), 1)
+        for start in range(0, stored.num_rows, step):
+            rows = range(start, min(start + step, stored.num_rows))
+            taken = _bytes(cut(_read_to_host(stored, rows)).contiguous())
+            self._fill(_bytes(value[rows.start : rows.stop]), partial(_copy_from, taken))
+        return value
+
+    def _take_of_whole(self, stored: Stored, take: Arrange) -> Tensor:
+        """Returns what `take` makes of the whole weight, which the host has meanwhile, on the device."""
+        taken = take(_read_to_host(stored, range(stored.num_rows))).contiguous()
+        value = torch.empty_like(taken, device=self._device)
+        self._fill(_bytes(value), partial(_copy_from, _bytes(taken)))
+        return value
+
+    def _fill(self, target: Tensor, write: Callable[[Tensor, int], None]) -> None:
+        """Fills bytes of the device by way of the buffers. write: fills one with those from a place on."""
         chunk = len(self._buffers[0])
-        for i, start in enumerate(range(0, stored.size_bytes, chunk)):
-            buffer = self._buffers[i % 2][: min(chunk, stored.size_bytes - start)]
-            self._copied[i % 2].synchronize()
-            _read(stored, buffer, stored.begin + start)
+        for start in range(0, len(target), chunk):
+            buffer = self._buffers[self._turn][: min(chunk, len(target) - start)]
+            self._copied[self._turn].synchronize()
+            write(buffer, start)
             target[start : start + len(buffer)].copy_(buffer, non_blocking=True)
-            self._copied[i % 2].record()
+            self._copied[self._turn].record()
+            self._turn = 1 - self._turn
+
+
+def _bytes(value: Tensor) -> Tensor:
+    return value.view(-1).view(torch.uint8)
+
+
+def _read_to_host(stored: Stored, rows: range) -> Tensor:
+    value = torch.empty((len(rows), *stored.shape[1:]) if stored.shape else (), dtype=stored.dtype)
+    _read(stored, _bytes(value), stored.begin + rows.start * stored.row_bytes)
+    return value
+
+
+def _read_from(stored: Stored, begin: int, buffer: Tensor, start: int) -> None:
+    _read(stored, buffer, begin + start)
+
+
+def _copy_from(source: Tensor, buffer: Tensor, start: int) -> None:
+    buffer.copy_(source[start : start + len(buffer)])
 
 
 def _read(stored: Stored, buffer: Tensor, offset: int) -> None:

@@ -378,6 +378,19 @@ class WeightTable:
             return
         place.target.copy_(place.own(value))
 
+    def share_of(self, name: str, shape: tuple[int, ...]) -> Arrange | None:
+        """Returns what takes this rank's share of a weight of the checkpoint, for `put_share`. None: `put` it whole."""
+        name = self._known(name)
+        place = None if name in self.scalars else self._place(name)
+        if place is None or place.cut is None or place.write is not None or shape != place.shape:
+            return None
+        return after(place.arrange, place.cut)
+
+    def put_share(self, name: str, share: Tensor, shape: tuple[int, ...]) -> None:
+        """As `put`, of what `share_of` has taken of a weight of `shape`."""
+        self.mark_loaded(name, shape, share.dtype)
+        self._place(self._known(name)).target.copy_(share)
+
     def mark_loaded(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Marks a weight as loaded. Raises LoadError if its shape differs from the config's, or the place does not take
         the dtype."""

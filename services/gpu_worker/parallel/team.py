@@ -12,6 +12,7 @@ from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankG
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.parallel.stage_link import StageLink
 from blockyard.services.gpu_worker.parallel.stages import RankPosition
+from blockyard.shared.errors import LoadError
 from blockyard.shared.messages.base import Frame
 
 
@@ -74,6 +75,17 @@ class RankTeam(Protocol):
 
     def connect(self, connect: Connect) -> RankGroups:
         """Returns the groups. The leader calls it once the settings are checked: followers load from then on."""
+
+
+@contextmanager
+def naming_leader(team: RankTeam | None) -> Iterator[None]:
+    """A LoadError of a leader names its rank, as it does those of followers."""
+    try:
+        yield
+    except LoadError as e:
+        if team is None or team.send is None:
+            raise
+        raise LoadError(f"rank {team.place.rank}: {e}") from e
 
 
 def connect_groups(

@@ -257,7 +257,7 @@ def find_leader(bus: BusConfig, group: str) -> RankAddress:
     try:
         members = ask_members(bus, ANSWER_S).members
     except BlockyardError as e:
-        raise RankLostError(str(e)) from e
+        raise RankLostError(f"no membership list from the message bus at {bus.registry}") from e
     found = leaders(members, group)
     if not found:
         raise RankLostError(f"no leader (--node-rank 0) of the group {group} at {bus.registry}")

@@ -1,9 +1,13 @@
-"""A ring whose worker has two ranks: the texts of one rank, also after one is killed; no rank outlives the launcher."""
+"""A ring whose worker has two ranks: the texts of one rank, also after one is killed or stopped.
+
+No rank outlives another one, or the launcher.
+"""
 
 import asyncio
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import aiohttp
@@ -13,10 +17,11 @@ from rig import Server, completion, serve, stream
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--detokenizers", "1", "--tokenizers", "1")
 NUM_STREAMS = 3
 NUM_TOKENS = 120
+STOPPED_S = 10.0  # a rank may be silent for 4 s; the rest is for slow machines
 
 
-async def texts(server: Server, victim: str = "") -> list[str]:
-    """The texts of greedy and seeded streams. victim: title of a process that is killed meanwhile."""
+async def texts(server: Server, victim: int = 0, number: signal.Signals = signal.SIGKILL) -> list[str]:
+    """The texts of greedy and seeded streams. victim: a process that is sent a signal meanwhile."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(90)) as session:
         bodies = [
             completion(NUM_TOKENS, prompt=f"def stream_{i}():", seed=i, temperature=0.7 * (i % 2))
@@ -26,12 +31,19 @@ async def texts(server: Server, victim: str = "") -> list[str]:
         if victim:
             await asyncio.sleep(0.5)
             assert not any(task.done() for task in tasks), "the kill comes too late to mean anything"
-            os.kill(rank(server, victim), signal.SIGKILL)
+            os.kill(victim, number)
         return [one.text for one in await asyncio.gather(*tasks)]
 
 
+def all_end(pids: list[int], most_s: float) -> None:
+    deadline = time.monotonic() + most_s
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, f"{left} of {pids} have not ended"
+        time.sleep(0.05)
+
+
 def rank(server: Server, title: str) -> int:
-    return next(pid for pid, name in server.family().items() if title in name)
+    return next(pid for pid, name in server.family().items() if name.endswith(title))
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +57,30 @@ def test_two_ranks_give_the_texts_of_one_and_end_together(flag: str, tmp_path: P
     with serve("demo", *FLAGS, flag, "2", log=tmp_path / "log") as server:
         assert asyncio.run(texts(server)) == expected
         killed = rank(server, "rank 1")
-        assert asyncio.run(texts(server, "rank 1")) == expected
+        assert asyncio.run(texts(server, killed)) == expected
+        ranks = [rank(server, title) for title in ("gpu_worker", "rank 1")]
+        assert killed not in ranks
+        with ThreadPoolExecutor(1) as pool:
+            resumed = pool.submit(asyncio.run, texts(server, ranks[0], signal.SIGSTOP))
+            all_end(ranks, STOPPED_S)
+            assert resumed.result() == expected
         follower = rank(server, "rank 1")
-        assert follower != killed
+        assert follower != ranks[1]
         server.process.kill()
         server.process.wait()
-        deadline = time.monotonic() + 2
-        while Path(f"/proc/{follower}").exists():
-            assert time.monotonic() < deadline, "the rank outlives the launcher"
-            time.sleep(0.05)
+        all_end([follower], 2)
     log = (tmp_path / "log").read_text("utf-8", "replace")
     assert "rank 1 of 2 has ended with code -9; all ranks end" in log
+    assert "the leader is silent for" in log
+
+
+def test_a_rank_that_cannot_start_ends_all_with_one_line(tmp_path: Path) -> None:
+    """Rank 1 has the first stage and no room for a sequence, while the leader waits for it."""
+    flags, log = ("-pp", "2", "--pipeline-layers", "5,1", "--kv-cache-memory-bytes", "5M"), tmp_path / "log"
+    with pytest.raises(RuntimeError, match="ended with 3"), serve("demo", *FLAGS, *flags, log=log):
+        pass
+    last = log.read_text("utf-8", "replace").splitlines()[-1]
+    assert last.startswith(
+        "blockyard serve: error: gpu_worker: rank 1: not enough memory for one sequence: 4096 tokens"
+    )
+    assert last.endswith("set --kv-cache-memory-bytes 20971520 or more, or set --max-model-len 1024 or less")

@@ -78,6 +78,8 @@ def test_ranks_have_gpus_of_their_own() -> None:
     ] == [(3, 2)] * 3
     on_gpus = deploy("--device", "cuda", "-dp", "2", "-tp", "3").workers
     assert [(w.replicas, w.gpu) for w in on_gpus] == [(2, 0), (2, 3)]
+    [pools] = deploy("--device", "cpu", "-pp", "2", "--task", "embed").workers
+    assert (pools.task, pools.pipeline_parallel_size) == ("embed", 2)
     assert [w.gpu for w in deploy("--device", "cuda", "-tp", "2").workers] == [0]
     mock = ("--device", "cuda", "--worker-cls", "mock", "-tp", "2")
     assert [w.gpu for w in deploy(*mock, "-dp", "2").workers] == [None, None]
@@ -116,14 +118,17 @@ def test_stages_have_ranks_and_gpus_of_their_own() -> None:
         (["-pp", "5"], {"num_hidden_layers": 4}, "-pp 5 is more than the 4 layers of the model"),
         (["-pp", "5"], {"text_config": {"num_hidden_layers": 4}}, "-pp 5 is more than the 4 layers of the model"),
         (["-pp", "2", "--model-impl", "transformers"], {}, "-pp 2: not built for models that run by their class"),
+        (["-tp", "2", "--model-impl", "transformers"], {}, "-tp 2: not built for models that run by their class"),
+        (["-tp", "2"], {"architectures": ["BambaForCausalLM"]}, "-tp 2: not built for models that run by their class"),
         (["-pp", "2"], {"architectures": ["BambaForCausalLM"]}, "-pp 2: not built for models that run by their class"),
         (["-pp", "2", "--kv-transfer-config", '{"kv_role": "kv_producer"}'], {}, "-pp 2: .* exchanges no KV blocks"),
         (["-pp", "2", "--distributed-executor-backend", "uni"], {}, "uni is for one rank; -pp 2 needs mp"),
         (["--pipeline-layers", "3,1"], {}, "--pipeline-layers 3,1: .* each of 1 pipeline stages"),
+        (["-pp", "2", "--pipeline-layers", "3,2"], {"num_hidden_layers": 4}, "3,2: these are 5 layers, .* has 4"),
         (["-pp", "2", "--pipeline-layers", "4,0"], {}, "--pipeline-layers 4,0: .* each of 2 pipeline stages"),
     ],
 )
-def test_stages_that_cannot_be_are_refused(flags: list[str], config: dict[str, object], said: str) -> None:
+def test_layouts_that_cannot_be_are_refused(flags: list[str], config: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         deploy("--device", "cpu", *flags, config=config)
 

@@ -53,6 +53,22 @@ def test_eager_has_read_all_before_the_first_weight(folder: Path, read_blocks: l
         ]
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_ranks_of_a_host_divide_what_is_read_ahead(
+    folder: Path, read_blocks: list[tuple[str, int, int]], nodes: int
+) -> None:
+    """Every block once on each host."""
+    for node in range(nodes):
+        asked = config(folder, "eager", tensor_parallel_size=2 * nodes, num_nodes=nodes, node_rank=node)
+        halves = []
+        for rank in asked.host_ranks:
+            with page_cache.read_ahead(asked, rank):
+                halves.append(len(read_blocks))
+        assert halves == [3, 5]
+        assert len(set(read_blocks)) == 5 and sum(size for _, _, size in read_blocks) == sum(SIZES.values())
+        read_blocks.clear()
+
+
 def test_prefetch_reads_meanwhile_and_stops_with_the_block(
     folder: Path, read_blocks: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
 from blockyard.services.gpu_worker.parallel.commands import Begin, CopyBlocks
 from blockyard.services.gpu_worker.ranks.leader_team import LeaderTeam
 from blockyard.services.gpu_worker.runner import Runner
-from blockyard.shared.errors import ConfigError, DeviceError, RankLostError
+from blockyard.shared.errors import ConfigError, DeviceError, LoadError, RankLostError
 from blockyard.shared.messages import Sampling, SlotRun, SlotStart, StepPlan
 
 ASKED = requests(18, 24)
@@ -220,6 +220,23 @@ def test_stages_have_the_layers_that_are_asked_for(folder: Path, tmp_path: Path)
         assert runner.geometry.num_blocks == runner.pool.num_blocks == size_bytes // (BLOCK_BYTES * 2 // 3)
     finally:
         team.close()
+
+
+@pytest.mark.parametrize(("layers", "short"), [([2, 1], 1), ([1, 2], 0)])
+def test_a_rank_short_of_memory_is_named(folder: Path, tmp_path: Path, layers: list[int], short: int) -> None:
+    """Each stage has room for 40 blocks of one layer, and a sequence needs 32 blocks. The leader has the last stage."""
+    fields = {"pipeline_layers": layers, "kv_cache_memory_bytes": 40 * BLOCK_BYTES // 3, "pipeline_parallel_size": 2}
+    group = Group(settings(folder, max_model_len=MAX_MODEL_LEN, num_gpu_blocks_override=None, **fields), tmp_path)
+    try:
+        with pytest.raises((LoadError, RankLostError)) as raised:
+            group.start()
+        assert short == 0 or group.ended.wait(10)
+        error = raised.value if short == 0 else group.errors[0]
+    finally:
+        group.team.close()
+    assert isinstance(error, LoadError)
+    assert str(error).startswith(f"rank {short}: not enough memory for one sequence: {MAX_MODEL_LEN} tokens need")
+    assert "--max-model-len 160 or less" in str(error)
 
 
 def test_a_follower_reads_no_clock() -> None:
