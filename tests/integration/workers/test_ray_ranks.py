@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--detokenizers", "1", "--tokenizers", "1", "--cpu-threads", "1")
 ON_RAY = ("-tp", "2", "--distributed-executor-backend", "ray")
 NUM_STREAMS = 3
-NUM_TOKENS = 120
+NUM_TOKENS = 300
 GONE_S = 5.0
 RANK, RAYLET = "RankActor.follow", "raylet/raylet"  # titles that Ray gives
 START_S = 60.0
@@ -109,7 +109,7 @@ async def texts(server: Server, meanwhile: Callable[[], object] = lambda: None) 
             for i in range(NUM_STREAMS)
         ]
         tasks = [asyncio.create_task(stream(session, server.url, body)) for body in bodies]
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.25)
         assert not any(task.done() for task in tasks), "what happens comes too late to mean anything"
         meanwhile()
         return [one.text for one in await asyncio.gather(*tasks)]

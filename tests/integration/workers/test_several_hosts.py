@@ -25,7 +25,7 @@ from blockyard.shared.config.services.process import BusConfig
 SRC = Path(__file__).parents[3] / ".src"
 SERVICES = ("message-bus", "tokenizer-pool", "scheduler", "detokenizer", "api-gateway")
 READY_S = 90.0
-NUM_STREAMS, NUM_TOKENS = 3, 150
+NUM_STREAMS, NUM_TOKENS = 3, 300
 PARTITION_S = 10.0
 MODEL = ("--device", "cpu", "--dtype", "float32")
 
@@ -106,7 +106,7 @@ async def texts(ring: HostsRing, *signals: tuple[int, signal.Signals]) -> list[s
     """signals: sent to processes in mid-stream."""
     reading = asyncio.create_task(read_texts(ring))
     if signals:
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(0.25)
         assert not reading.done(), "the signal comes too late to mean anything"
     for pid, number in signals:
         os.kill(pid, number)
@@ -224,7 +224,7 @@ def namespaces() -> Iterator[Namespaces]:
 
 async def texts_in_a_partition(ring: HostsRing, namespaces: Namespaces) -> list[str]:
     reading = asyncio.create_task(read_texts(ring))
-    await asyncio.sleep(0.4)
+    await asyncio.sleep(0.25)
     assert not reading.done(), "the partition comes too late to mean anything"
     namespaces.set_cable("down")
     await asyncio.sleep(PARTITION_S)
