@@ -79,18 +79,26 @@ def test_ties_and_edges(rounding: InputRounding) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ROUNDINGS)
 def test_norms_and_gates_write_what_a_later_rounding_would(name: str, dtype: torch.dtype) -> None:
+    """The same bits; in float32 on a GPU, two kernels with the same operations may differ in a last one."""
+    check = assert_near if dtype == torch.float32 and DEVICE == "cuda" else assert_same
     rounding, size = ROUNDINGS[name], 576
     residual, delta, weight = (torch.randn(3, size, device=DEVICE).to(dtype) for _ in range(3))
     before = residual.clone()
     normed = add_rms_norm(residual, delta, weight[0], 1e-5)
-    assert_same(add_rms_norm_rounded(before, delta, weight[0], 1e-5, rounding), round_rows_reference(normed, rounding))
+    check(add_rms_norm_rounded(before, delta, weight[0], 1e-5, rounding), round_rows_reference(normed, rounding))
     assert torch.equal(before, residual)
     alone = add_rms_norm(residual, None, weight[0], 1e-5)
-    assert_same(add_rms_norm_rounded(residual, None, weight[0], 1e-5, rounding), round_rows_reference(alone, rounding))
+    check(add_rms_norm_rounded(residual, None, weight[0], 1e-5, rounding), round_rows_reference(alone, rounding))
     gate_up = torch.randn(3, 2 * size, device=DEVICE).to(dtype)
     for activation in ("silu", "gelu_tanh"):
         gated = round_rows_reference(act_mul(gate_up, activation), rounding)
-        assert_same(act_mul_rounded(gate_up, activation, rounding), gated)
+        check(act_mul_rounded(gate_up, activation, rounding), gated)
+
+
+def assert_near(got: RoundedRows, want: RoundedRows) -> None:
+    torch.testing.assert_close(got.scales, want.scales, rtol=1e-6, atol=0.0)
+    moved = (got.codes.float() != want.codes.float()).float().mean()
+    assert float(moved) < 0.01, "more than a rounding here and there"
 
 
 def test_no_rows() -> None:
