@@ -12,7 +12,7 @@ from selenium import webdriver
 
 CHROMIUM, DRIVER = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
 FLAGS = ["headless=new", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking"]
-FLAGS += ["disable-component-update", "disable-sync", "disable-dev-shm-usage", "disable-extensions", "in-process-gpu"]
+FLAGS += ["disable-component-update", "disable-sync", "disable-dev-shm-usage"]
 
 
 @pytest.fixture
