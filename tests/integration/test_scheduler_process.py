@@ -148,7 +148,7 @@ def test_tokens_flow_and_sigterm_ends_both(ring: Ring) -> None:
             process.send_signal(signal.SIGTERM)
             begun = time.monotonic()
             assert process.wait(LIMIT_S) == 0
-            assert time.monotonic() - begun < 2.0
+            assert time.monotonic() - begun < 4.0
 
 
 def test_a_killed_worker_costs_a_pause(ring: Ring) -> None:
