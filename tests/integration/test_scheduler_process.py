@@ -140,7 +140,7 @@ def test_tokens_flow_and_sigterm_ends_both(ring: Ring) -> None:
         assert card is not None
         assert (card.names, card.max_model_len) == (["m"], 32768)
         e.generate(e.scheduler(), "r", 10)
-        e.until(lambda: e.steps and e.steps[-1].finish is not None)
+        e.until(lambda: e.accepted and e.steps and e.steps[-1].finish is not None)
         assert e.accepted[0].detokenizer == e.detokenizer.me.incarnation
         assert [s.first for s in e.steps] == list(range(10))
         assert e.steps[-1].finish is FinishReason.LENGTH

@@ -71,11 +71,15 @@ def test_ring_shows_members_and_load(page: Page, fake: FakeGateway) -> None:
     page.ask("Say hello")
     for rate in ("tokens", "requests"):
         page.until(lambda rate=rate: float(page.text(f"#rate-{rate}")) > 0, f"{rate} a second")
-    assert page.text("[data-role=gpu_worker] .replica.starting") and "loading weights" in page.text("#member-rows")
-    assert [one.text for one in page.all("[data-role=gpu_worker] .replica text")] == ["P", "D"]
-    assert len(page.all("[data-role=gpu_worker] .sending")) == 1
-    assert {"prefill", "decode"} == {one.get_attribute("textContent") for one in page.all(".kv-role")}
-    assert page.text("#kv-text") == "1,024 of 4,096" and len(page.all("#kv-stacks .full")) == 32
+    # elements are made anew with each look at the ring
+    page.until(lambda: page.text("[data-role=gpu_worker] .replica.starting"), "a worker that starts")
+    page.until(lambda: "loading weights" in page.text("#member-rows"), "what it does")
+    page.until(lambda: [one.text for one in page.all("[data-role=gpu_worker] .replica text")] == ["P", "D"], "roles")
+    page.until(lambda: len(page.all("[data-role=gpu_worker] .sending")) == 1, "a sender")
+    kinds = {"prefill", "decode"}
+    page.until(lambda: {one.get_attribute("textContent") for one in page.all(".kv-role")} == kinds, "roles of KV")
+    page.until(lambda: page.text("#kv-text") == "1,024 of 4,096", "blocks")
+    page.until(lambda: len(page.all("#kv-stacks .full")) == 32, "blocks that are full")
     for down, words in ((True, "no answer"), (False, "starting")):
         fake.ring_down = down
         page.until(lambda words=words: words in page.text("#ring-state"), words)

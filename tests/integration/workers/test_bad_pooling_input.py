@@ -4,6 +4,7 @@ answered, and the ring serves the next one."""
 import json
 import time
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from typing import Any
 
 import httpx
@@ -125,10 +126,12 @@ def test_a_client_that_leaves_halfway_leaves_nothing_behind(served: tuple[str, s
     texts = ["ab " * 50] * MOST
     body = {"text_1": "ab", "text_2": texts} if task == SCORE else {"input": texts}
     path = "/score" if task == SCORE else "/pooling"
+    asked = json.dumps({"model": "m"} | body).encode()
+    for _ in range(3):
+        leaving = HTTPConnection(url.removeprefix("http://"))
+        leaving.request("POST", path, asked, {"Content-Type": "application/json"})
+        leaving.close()
     with httpx.Client(base_url=url) as client:
-        for _ in range(3):
-            with pytest.raises(httpx.TimeoutException):
-                client.post(path, json={"model": "m"} | body, timeout=0.02)
         assert post(client, path, body).status_code == 200
         deadline = time.monotonic() + 10
         while any(not line.endswith(" 0.0") for line in open_requests(client)):

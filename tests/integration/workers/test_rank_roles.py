@@ -15,7 +15,7 @@ ROLES = ("--prefill-workers", "1", "--decode-workers", "1", "--decode-prefill-to
 SHAPE = ("--prefill.tensor-parallel-size", "2", "--pd-faults", "delay=100ms")  # a kill finds transfers under way
 WORKERS = ("gpu_worker prefill 0", "gpu_worker decode 0")
 NUM_STREAMS = 6
-NUM_TOKENS = 40
+NUM_TOKENS = 150
 
 
 async def texts(server: Server, first: int, victim: str = "") -> list[str]:
