@@ -40,8 +40,8 @@ check: test-ready
 	$(RUN) -m ruff format --check --quiet services shared kernels tests compose
 	$(RUN) -m mypy
 
-# The suite is meant for two cores. Its processes wait for others a sixth of the time, so that there are three; with four,
-# rings of several ranks were late for the time limits of other tests.
+# The suite is meant for two cores. Its processes wait for others a sixth of the time, so that there are three, and four
+# for tests of whole rings.
 SLOWEST := -q --durations=15 --durations-min=5
 # Tests in which a delay of the machine itself would be taken for a fault have it to themselves. `make pytest
 # ARGS=tests/shared` runs these alone.
@@ -52,7 +52,7 @@ ifdef ARGS
 	$(RUN) -m pytest $(ARGS)
 else
 	OMP_NUM_THREADS=1 $(RUN) -m pytest $(SLOWEST) -n 3 --dist loadfile --ignore=tests/integration $(ALONE:%=--ignore=tests/%)
-	$(RUN) -m pytest $(SLOWEST) -n 3 --dist loadfile tests/integration $(ALONE:%=--ignore=tests/%)
+	$(RUN) -m pytest $(SLOWEST) -n 4 --dist loadfile tests/integration $(ALONE:%=--ignore=tests/%)
 	$(RUN) -m pytest $(SLOWEST) $(ALONE:%=tests/%)
 endif
 

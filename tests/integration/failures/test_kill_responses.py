@@ -64,7 +64,7 @@ async def run_and_kill(server: Server, victim: str) -> list[Any]:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session:
         tasks = [asyncio.create_task(read(session, server.url, body)) for body in bodies()]
         if victim:
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.15)
             assert not any(task.done() for task in tasks), "the kill comes too late to mean anything"
             os.kill(next(pid for name, pid in server.children().items() if victim in name), signal.SIGKILL)
         return list(await asyncio.gather(*tasks))

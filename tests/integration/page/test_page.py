@@ -9,11 +9,19 @@ from playground import PATIENCE_S, QUESTION, ROLES, FakeGateway, Page
 from selenium import webdriver
 from selenium.webdriver.common.keys import Keys
 
+# keeps the first words of an answer that streams, which may be over before the driver looks again
+KEEP_FIRST_WORDS = """
+new MutationObserver(() => {
+  window.firstWords ||= document.querySelector(".answer.streaming .body")?.textContent;
+}).observe(document.body, { subtree: true, childList: true, characterData: true });
+"""
+
 
 def test_chat_streams_and_shows_its_figures(any_page: Page) -> None:
     page = any_page
+    page.driver.execute_script(KEEP_FIRST_WORDS)
     page.ask(QUESTION)
-    early = page.until(lambda: page.text(".answer.streaming .body"), "the first words")
+    early = page.until(lambda: page.driver.execute_script("return window.firstWords"), "the first words")
     page.finished()
     assert len(page.text(".answer .body")) > len(early)
     assert page.text(".question") == QUESTION

@@ -50,7 +50,7 @@ async def run(server: Server, num_tokens: int, victim: str = "") -> list[Answer]
         asked = [*plain(num_tokens), *bodies(len(KINDS), num_tokens)]
         tasks = [asyncio.create_task(ask(session, server.url, body)) for body in asked]
         if victim:
-            await asyncio.sleep(0.4)
+            await asyncio.sleep(0.2)
             assert not any(task.done() for task in tasks), "the kill comes too late to mean anything"
             os.kill(next(pid for name, pid in server.children().items() if victim in name), signal.SIGKILL)
         return await asyncio.gather(*tasks)
