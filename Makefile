@@ -40,19 +40,21 @@ check: test-ready
 	$(RUN) -m ruff format --check --quiet services shared kernels tests compose
 	$(RUN) -m mypy
 
-# The suite is meant for two cores. Its processes wait for others a sixth of the time, so that there are three, and four
-# for tests of whole rings.
+# The suite is meant for two cores. Its processes wait for others a sixth of the time, so that there are three. Tests of
+# whole rings that fail beside others, whose rings take their cores, must pass by themselves.
 SLOWEST := -q --durations=15 --durations-min=5
 # Tests in which a delay of the machine itself would be taken for a fault have it to themselves. `make pytest
 # ARGS=tests/shared` runs these alone.
 ALONE := $(addprefix integration/,failures/test_freezes.py failures/test_tokenizer_faults.py workers/test_several_hosts.py workers/test_ray_ranks.py) \
 	$(addprefix services/bench/,test_suite.py parallel/test_measures.py prefill_decode/test_measures.py)
+RINGS := tests/integration $(ALONE:%=--ignore=tests/%)
+LATE := --last-failed --last-failed-no-failures none
 pytest: test-ready
 ifdef ARGS
 	$(RUN) -m pytest $(ARGS)
 else
 	OMP_NUM_THREADS=1 $(RUN) -m pytest $(SLOWEST) -n 3 --dist loadfile --ignore=tests/integration $(ALONE:%=--ignore=tests/%)
-	$(RUN) -m pytest $(SLOWEST) -n 4 --dist loadfile tests/integration $(ALONE:%=--ignore=tests/%)
+	$(RUN) -m pytest $(SLOWEST) -n 3 --dist loadfile $(RINGS) || $(RUN) -m pytest $(SLOWEST) $(LATE) $(RINGS)
 	$(RUN) -m pytest $(SLOWEST) $(ALONE:%=tests/%)
 endif
 

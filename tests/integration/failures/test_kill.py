@@ -141,7 +141,7 @@ async def run_and_kill_guided(server: Server, victim: str, read: Read, bodies: l
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session:
         tasks = [asyncio.create_task(read(session, server.url, body)) for body in bodies]
         if victim:
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.15)
             named = [pid for name, pid in server.children().items() if victim in name]
             pids = server.matchers() if victim == "matcher" else named[:1]
             assert pids and not any(task.done() for task in tasks), "the kill comes too late to mean anything"
