@@ -22,17 +22,9 @@ WEIGHT_ONLY = [name for name in FORMS if name != "int4 g48" and FORMS[name][1] i
 
 
 @pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fills new tensors with NaN, so that unwritten elements are found."""
-
-    def empty(size: tuple[int, ...], **more: Any) -> Tensor:
-        return torch.full(size, float("nan"), **more)
-
-    class Torch:
-        def __getattr__(self, name: str) -> Any:
-            return empty if name == "empty" else getattr(torch, name)
-
-    monkeypatch.setattr(file, "torch", Torch())
+def poisoned(monkeypatch: pytest.MonkeyPatch, nan_torch: object) -> None:
+    """New tensors are found if they are not written."""
+    monkeypatch.setattr(file, "torch", nan_torch)
     torch.manual_seed(1)
 
 
