@@ -20,21 +20,10 @@ from blockyard.kernels.int_math import ceil_div
 from blockyard.kernels.programmatic_launch import pdl_options
 from blockyard.kernels.quantized.block_weights import BLOCK, BlockWeights
 from blockyard.kernels.quantized.unpack_assembly import unpack_assembly
+from blockyard.kernels.quantized.unpack_tiles import scale_numbers
 
 MAX_ROWS = 16
 HALF = 64  # bytes of the codes of one output in a block, and inputs of each half
-
-
-@gluon.jit
-def _scale_numbers(scale, E8M0: gl.constexpr):
-    """As `unpack_tiles.scale_numbers`."""
-    if E8M0:
-        bits = scale.to(gl.int32) << 23
-        bits = gl.where(bits == 0, 0x00400000, bits)
-        bits = gl.where(bits == 0x7F800000, 0x7FC00000, bits)
-        return bits.to(gl.float32, bitcast=True)
-    else:  # noqa: RET505, only one branch is compiled
-        return scale.to(gl.float32)
 
 
 @gluon.jit
@@ -49,7 +38,7 @@ def _load_groups(
     for i in gl.static_range(COUNT):
         group = block * 0 if GROUP == 0 else (block * 128 + FIRST + i * SUB) // GROUP
         scale = gl.load(ptr + group * outs + out, mask=known, other=0.0)
-        found = found + (_scale_numbers(scale, E8M0),)  # type: ignore[assignment]  # noqa: RUF005
+        found = found + (scale_numbers(scale, E8M0),)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
 
