@@ -160,6 +160,16 @@ def test_gpus_that_do_not_reach_each_other_are_a_line(refused: str, monkeypatch:
     assert (refused if refused else "one step to") in line
 
 
+def test_ranks_that_share_a_gpu_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum takes as long as the driver takes to switch between processes, and the transport is in no graph."""
+    monkeypatch.setattr(sum_measurement, "PeerMemory", lambda *_: OwnMemory(num_ranks=2))
+    group, lines = RankGroup(Shard(0, 2), GROUP, DEVICE, shares_gpu=True), list[str]()
+    found = choose_sums(group, Path(), 64, torch.float16, lines.append, in_order=False)
+    assert found is not None
+    assert found.way(torch.zeros(HALF_BYTES // 8, dtype=torch.float16), has_norm=False) is SumWay.ONE_STEP
+    assert lines == ["sums of ranks: one step to 32 KiB; with a norm: one step to 32 KiB"]
+
+
 def run_rank(rank: int, size: int, folder: Path) -> None:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
