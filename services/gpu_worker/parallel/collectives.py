@@ -1,6 +1,7 @@
 """What carries the collectives of a `RankGroup`, and the one of ranks that share a GPU.
 
-Such ranks are for checks on a machine with fewer GPUs: NCCL refuses them. Their collectives go through host memory.
+Such ranks are for checks on a machine with fewer GPUs (CUDA_VISIBLE_DEVICES=0,0): NCCL refuses them. Their collectives
+go through host memory.
 """
 
 from collections.abc import Sequence

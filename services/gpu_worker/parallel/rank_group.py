@@ -1,8 +1,8 @@
 """The collectives of a group of ranks. Every rank calls the same ones in the same order, with equal sizes.
 
-On the CPU they run over gloo, on GPUs over NCCL, and where ranks share a GPU over gloo again. Ranks of one host find
-each other by a file in a folder of their own, and talk on the loopback interface; those of several hosts by a store of
-the leader's. Nothing is pickled.
+On the CPU they run over gloo, on GPUs over NCCL, and where ranks share a GPU over gloo again (`peer_collectives` has
+others). Ranks of one host find each other by a file in a folder of their own, and talk on the loopback interface; those
+of several hosts by a store of the leader's. Nothing is pickled.
 """
 
 from collections.abc import Iterator, Sequence

@@ -9,7 +9,8 @@ from blockyard.services.gpu_worker.startup.backend import Backend
 from blockyard.services.gpu_worker.startup.start_report import StartReport
 from blockyard.shared.config.services.worker import WorkerConfig
 
-SHARED_GPU = "ranks share a GPU, for checks only: they exchange through host memory, without CUDA graphs"
+SHARED_GPU = "ranks share a GPU, for checks only"
+BY_HOST = "ranks exchange through host memory, without CUDA graphs"
 
 
 def connect_ranks(
@@ -21,5 +22,7 @@ def connect_ranks(
     ranks = team.connect(partial(connect_groups, backend.connect_ranks))
     if ranks.everyone.shares_gpu:
         report.note(SHARED_GPU)
-        config = msgspec.structs.replace(config, enforce_eager=True)
+        if ranks.everyone.host_waits:
+            report.note(BY_HOST)
+            config = msgspec.structs.replace(config, enforce_eager=True)
     return ranks, config

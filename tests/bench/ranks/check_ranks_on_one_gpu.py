@@ -3,8 +3,9 @@
 `check_ranks_on_one_gpu.py [--device cuda] [--jobs 3] [--each 40] [--limit 220] [--logs FOLDER] [NAME ...]`
 
 It starts a ring for each layout of each tiny checkpoint, all in float32, and prints a line for each: what differs, or
-how much. On a machine with fewer GPUs than ranks all ranks are on the first GPU: their collectives are gloo's then, and
-own kernels sum. One case takes --each seconds at most, and none is begun after --limit. NAME: a part of a case's name.
+how much. On a machine with fewer GPUs than ranks all ranks are on the first GPU. Kernels carry the collectives of two
+such ranks, also in CUDA graphs, and the host those of more. One case takes --each seconds at most, and none is begun
+after --limit. NAME: a part of a case's name.
 """
 
 import argparse
@@ -44,7 +45,8 @@ FIRST_S = 45.0  # more for a worker of one rank: it compiles kernels that others
 ALONE = "one rank"
 LAYOUTS: dict[str, dict[str, object]] = {
     "tp 2": {"tensor_parallel_size": 2},
-    "tp 2, gloo sums": {"tensor_parallel_size": 2, "disable_custom_all_reduce": True},
+    "tp 2, eager": {"tensor_parallel_size": 2, "enforce_eager": True},
+    "tp 2, sums by transport": {"tensor_parallel_size": 2, "disable_custom_all_reduce": True},
     "tp 2, invariant": {"tensor_parallel_size": 2, "batch_invariant": True},
     "tp 2, experts": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
     "pp 2": {"pipeline_parallel_size": 2},
@@ -52,11 +54,12 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "tp 3": {"tensor_parallel_size": 3},
 }
 MODELS = {
-    "llama": ("tp 2", "pp 2", "tp 2, gloo sums", "tp 2, pp 2", "tp 3", "tp 2, invariant"),
+    "llama": ("tp 2", "pp 2", "tp 3", "tp 2, pp 2", "tp 2, eager", "tp 2, sums by transport", "tp 2, invariant"),
     "mixtral": ("tp 2", "tp 2, experts", "pp 2"),
     "deepseek-v3": ("tp 2", "pp 2", "tp 2, experts"),
     "demo": ("tp 2", "pp 2"),
 }
+NOTES = ("ranks share", "ranks exchange", "sums of ranks", "CUDA graphs")  # of a start, that are shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,10 @@ class Case:
     def num_ranks(self) -> int:
         sizes = [size for flag, size in self.flags.items() if flag.endswith("_parallel_size")]
         return math.prod(size for size in sizes if isinstance(size, int))
+
+    @property
+    def file_name(self) -> str:
+        return str(self).replace(", ", "-").replace(" ", "")
 
     def __str__(self) -> str:
         return f"{self.model}, {self.layout}"
@@ -94,8 +101,7 @@ class Bench:
         if left_s < 5:
             return "not run, out of time"
         most_s = min(self.each_s + (FIRST_S if case.layout == ALONE else 0), left_s)
-        name = str(case).replace(", ", "-").replace(" ", "")
-        output, log = self.folder / f"{name}.json", self.logs / f"{name}.log"
+        output, log = self.folder / f"{case.file_name}.json", self.log(case)
         command = [sys.executable, "-P", str(HERE / "rank_answers.py"), str(self.model(case.model)), str(output)]
         with log.open("wb") as file:
             process = subprocess.Popen(
@@ -116,6 +122,14 @@ class Bench:
         return (
             f"ended with {code}\n{_tail(log)}" if code else msgspec.json.decode(output.read_bytes(), type=list[Stream])
         )
+
+    def notes(self, case: Case) -> list[str]:
+        """Returns what the leader has said of ranks and graphs when it started."""
+        lines = (line.split("gpu_worker: ")[-1] for line in self.log(case).read_text("utf-8", "replace").splitlines())
+        return list(dict.fromkeys(line for line in lines if line.startswith(NOTES)))
+
+    def log(self, case: Case) -> Path:
+        return self.logs / f"{case.file_name}.log"
 
     def _gpus(self, num_ranks: int) -> dict[str, str]:
         """Returns the variable that gives ranks the same GPU, where they are more than there are."""
@@ -202,6 +216,8 @@ def check(bench: Bench, expected: list[Stream] | str, case: Case) -> bool:
     most = max(distance(one, other) for one, other in zip(expected, found, strict=True))
     num = sum(len(one.tokens) for one in found)
     print(f"ok {case}: {len(found)} streams, {num} tokens, {ties} ties, {most:.1e} apart, {took_s:.0f} s", flush=True)
+    for note in bench.notes(case):
+        print(f"    {note}", flush=True)
     return True
 
 

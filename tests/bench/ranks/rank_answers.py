@@ -1,7 +1,8 @@
 """`rank_answers.py FOLDER OUTPUT DEVICE FLAGS`: what a checkpoint answers to a fixed list of requests, as JSON.
 
-FLAGS: arguments of `LLM`, as JSON. Prompts have several chunks, alone and together, and rows are greedy, seeded, and
-forced by a grammar. The greedy ones are asked again after each level of sleep.
+FLAGS: arguments of `LLM`, as JSON. Prompts have up to four chunks. All are asked together in several ways: greedy, with
+log-probabilities of prompts, seeded, with penalties, and forced by a grammar. One is asked alone, and the greedy ones
+again after each level of sleep.
 """
 
 import json
@@ -12,20 +13,18 @@ import msgspec
 
 from blockyard import LLM, CompletionOutput, RequestOutput, SamplingParams
 
-CHUNK, MAX_MODEL_LEN, NUM_TOKENS = 64, 256, 24
+CHUNK, MAX_MODEL_LEN = 64, 256
+CAPACITY = 8  # rows, also of the CUDA graphs
 PROMPTS = [[2 + (7 * i + n * n) % 200 for i in range(n)] for n in (1, 5, 63, 64, 65, 150, 200)]
-GREEDY = SamplingParams(
-    temperature=0, max_tokens=NUM_TOKENS, logprobs=2, prompt_logprobs=1, ignore_eos=True, detokenize=False
-)
-SEEDED = SamplingParams(
-    *(2,), temperature=0.8, top_p=0.95, seed=5, max_tokens=NUM_TOKENS, logprobs=2, ignore_eos=True, detokenize=False
-)
-PENALIZED = SamplingParams(
-    temperature=0, frequency_penalty=0.6, min_p=0.01, max_tokens=NUM_TOKENS, logprobs=2, ignore_eos=True
-)
-FORCED = SamplingParams(
-    temperature=0, max_tokens=NUM_TOKENS, logprobs=2, structured_outputs={"regex": "[a-c]{4,8} = [0-9]{3}"}
-)
+SHAPE = {"max_tokens": 12, "logprobs": 2}
+GREEDY = SamplingParams(temperature=0, ignore_eos=True, **SHAPE)
+ASKED = {
+    "greedy": GREEDY,
+    "of prompt": SamplingParams(temperature=0, ignore_eos=True, prompt_logprobs=1, **SHAPE),
+    "seeded": SamplingParams(n=2, temperature=0.8, top_p=0.95, seed=5, ignore_eos=True, **SHAPE),
+    "penalized": SamplingParams(temperature=0, frequency_penalty=0.6, min_p=0.01, ignore_eos=True, **SHAPE),
+    "forced": SamplingParams(temperature=0, structured_outputs={"regex": "[a-c]{2,4} = [0-9]{3}"}, **SHAPE),
+}
 
 
 class Stream(msgspec.Struct):
@@ -38,10 +37,9 @@ class Stream(msgspec.Struct):
     of_prompt: list[float]  # of the prompt's tokens from the second on
 
 
-def streams(name: str, outputs: list[RequestOutput]) -> list[Stream]:
-    return [
-        _stream(f"{name} {i}.{choice.index}", one, choice) for i, one in enumerate(outputs) for choice in one.outputs
-    ]
+def streams(names: list[str], outputs: list[RequestOutput]) -> list[Stream]:
+    named = zip(names, outputs, strict=True)
+    return [_stream(f"{name}.{choice.index}", one, choice) for name, one in named for choice in one.outputs]
 
 
 def _stream(name: str, output: RequestOutput, choice: CompletionOutput) -> Stream:
@@ -58,23 +56,23 @@ def _stream(name: str, output: RequestOutput, choice: CompletionOutput) -> Strea
 
 
 def answer(llm: LLM) -> list[Stream]:
-    def ask(name: str, params: SamplingParams, prompts: list[list[int]] = PROMPTS) -> list[Stream]:
-        return streams(name, llm.generate(prompts, params, use_tqdm=False))
+    def ask(asked: dict[str, SamplingParams], prompts: list[list[int]] = PROMPTS) -> list[Stream]:
+        names = [f"{name} {len(prompt)}" for name in asked for prompt in prompts]
+        params = [one for one in asked.values() for _ in prompts]
+        return streams(names, llm.generate(prompts * len(asked), params, use_tqdm=False))
 
-    found = ask("greedy", GREEDY)
-    for i, prompt in enumerate(PROMPTS[::3]):
-        found += ask(f"alone {i}", GREEDY, [prompt])
-    found += ask("seeded", SEEDED) + ask("penalized", PENALIZED) + ask("forced", FORCED)
+    found = ask(ASKED) + ask({"alone": GREEDY}, [PROMPTS[-2]])
     for level in (1, 2):
         llm.sleep(level)
         llm.wake_up()
-        found += ask(f"after sleep {level}", GREEDY)
+        found += ask({f"after sleep {level}": GREEDY})
     return found
 
 
 def main(folder: str, output: str, device: str, flags: str) -> None:
-    fixed = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": CHUNK, "max_num_seqs": 8}
-    fixed |= {"num_gpu_blocks_override": 128, "seed": 3, "enable_sleep_mode": True, "enable_prefix_caching": False}
+    fixed = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": CHUNK, "seed": 3}
+    fixed |= {"max_num_seqs": CAPACITY, "cudagraph_capture_sizes": [CAPACITY], "num_gpu_blocks_override": 128}
+    fixed |= {"enable_sleep_mode": True, "enable_prefix_caching": False, "log_level": "info"}
     fixed |= {"cpu_threads": 1} if device == "cpu" else {}
     with LLM(folder, device=device, **fixed, **json.loads(flags)) as llm:
         found = answer(llm)

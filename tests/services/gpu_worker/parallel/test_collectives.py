@@ -1,5 +1,6 @@
-"""Ranks that share a GPU: they notice it, and exchange through host memory. Ranks are threads here."""
+"""Ranks that share a GPU: they notice it, and exchange through host memory, or by kernels. Ranks are threads here."""
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,16 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_ranks import exchange, replay_in_graphs, run_processes
 from rank_group import Group, config
 from tiny_models import BY_NAME
 
-from blockyard.services.gpu_worker.parallel import rank_group
+from blockyard.services.gpu_worker.parallel import peer_collectives, rank_group
 from blockyard.services.gpu_worker.parallel.meeting import Meeting
+from blockyard.services.gpu_worker.parallel.peer_collectives import exchange_on_gpu
 from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankGroup, connect_gpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.startup import cpu
 from blockyard.services.gpu_worker.startup.cpu import CpuBackend
-from blockyard.services.gpu_worker.startup.rank_connection import SHARED_GPU
+from blockyard.services.gpu_worker.startup.rank_connection import BY_HOST, SHARED_GPU
 from blockyard.shared.config.services.worker import WorkerConfig
 
 CPU = torch.device("cpu")
@@ -41,29 +44,6 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("one_gpu")
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_that_share_a_gpu_exchange_through_the_host(size: int, tmp_path: Path) -> None:
-    def exchange(group: RankGroup) -> None:
-        assert group.shares_gpu and group.host_waits
-        own = torch.arange(6.0).view(2, 3) + 10 * group.rank
-        parts = [torch.arange(6.0).view(2, 3) + 10 * rank for rank in range(size)]
-        assert all(map(torch.equal, group.collect(own), parts))
-        assert torch.equal(group.sum(own.clone()), sum(parts[1:], parts[0]))
-        joined = group.join_columns(own[:, group.rank :], [3 - rank for rank in range(size)])
-        if group.is_leader:
-            assert torch.equal(joined, torch.cat([part[:, rank:] for rank, part in enumerate(parts)], 1))
-        told = torch.full((3,), group.rank + 5)
-        group.copy_from_leader(told)
-        assert told.tolist() == [5] * 3
-        assert group.least(7 - group.rank) == 8 - size
-        if group.rank == 0:
-            sent = own.to(torch.bfloat16)
-            group.wait(group.send(sent, 1))
-            assert torch.equal(sent, own.to(torch.bfloat16))
-        elif group.rank == 1:
-            got = torch.empty(2, 3, dtype=torch.bfloat16)
-            group.receive(got, 0)
-            assert torch.equal(got, parts[0].to(torch.bfloat16))
-        group.least(0)
-
     connect(tmp_path, size, exchange)
 
 
@@ -81,7 +61,12 @@ def test_nccl_is_for_ranks_with_a_gpu_each(
             made.append(rank)
 
     monkeypatch.setattr(rank_group._dist, "ProcessGroupNCCL", OfGpus, raising=False)
-    assert connect(tmp_path, 3, lambda group: group.shares_gpu) == [shares] * 3
+
+    def stay(group: RankGroup) -> bool:
+        """Until all are connected."""
+        return group.least(0) == 0 if group.shares_gpu else False
+
+    assert connect(tmp_path, 3, stay) == [shares] * 3
     assert sorted(made) == ([] if shares else [0, 1, 2])
 
 
@@ -107,5 +92,56 @@ def test_a_start_says_that_ranks_share_a_gpu_and_has_no_graphs(tmp_path: Path, m
         made.start()
     finally:
         made.team.close()
-    assert SHARED_GPU in notes
+    assert {SHARED_GPU, BY_HOST} <= set(notes)
     assert [one.enforce_eager for one in settled] == [True]
+
+
+class SumsOfThreads:
+    """Sums as `sum_ranks`: a thread waits for the other one's part."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, torch.Tensor] = {}
+        self._barrier = threading.Barrier(2, timeout=10)
+
+    def __call__(self, part: torch.Tensor, buffers: Any) -> torch.Tensor:
+        assert part.nbytes <= buffers.one_step_bytes()
+        self._parts[buffers.rank] = part
+        self._barrier.wait()
+        total = self._parts[0] + self._parts[1]
+        self._barrier.wait()
+        return total
+
+
+@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.parametrize("most_bytes", [64, 1 << 20])
+def test_two_ranks_exchange_by_sums(most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several parts, where they are larger than the buffers."""
+
+    def memory(group: RankGroup, device: torch.device, half_bytes: int) -> Any:
+        buffers = SimpleNamespace(rank=group.rank, size=2, one_step_bytes=lambda: most_bytes)
+        return SimpleNamespace(buffers=buffers, check=lambda: None)
+
+    def run(group: RankGroup) -> None:
+        by_kernels = exchange_on_gpu(group)
+        assert not by_kernels.host_waits
+        exchange(by_kernels)
+
+    monkeypatch.setattr(peer_collectives, "PeerMemory", memory)
+    monkeypatch.setattr(peer_collectives, "sum_ranks", SumsOfThreads())
+    connect(tmp_path, 2, run)
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_without_mapped_memory_the_host_carries_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("not supported")
+
+    monkeypatch.setattr(peer_collectives, "PeerMemory", refuse)
+    assert connect(tmp_path, 2, lambda group: exchange_on_gpu(group).host_waits) == [True] * 2
+
+
+@pytest.mark.cuda
+@pytest.mark.alone
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_kernels_exchange_in_cuda_graphs(tmp_path: Path) -> None:
+    run_processes(replay_in_graphs, [(rank, tmp_path) for rank in range(2)])
