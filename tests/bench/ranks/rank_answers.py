@@ -1,8 +1,8 @@
-"""`rank_answers.py FOLDER OUTPUT DEVICE FLAGS`: what a checkpoint answers to a fixed list of requests, as JSON.
+"""`rank_answers.py FOLDER OUTPUT DEVICE FLAGS [sleeps]`: what a checkpoint answers to fixed requests, as JSON.
 
 FLAGS: arguments of `LLM`, as JSON. Prompts have up to four chunks. All are asked together in several ways: greedy, with
-log-probabilities of prompts, seeded, with penalties, and forced by a grammar. One is asked alone, and the greedy ones
-again after each level of sleep.
+log-probabilities of prompts, seeded, with penalties, and forced by a grammar. One is asked alone, and with
+`sleeps` the greedy ones again after each level of sleep.
 """
 
 import json
@@ -55,27 +55,27 @@ def _stream(name: str, output: RequestOutput, choice: CompletionOutput) -> Strea
     )
 
 
-def answer(llm: LLM) -> list[Stream]:
+def answer(llm: LLM, *, sleeps: bool) -> list[Stream]:
     def ask(asked: dict[str, SamplingParams], prompts: list[list[int]] = PROMPTS) -> list[Stream]:
         names = [f"{name} {len(prompt)}" for name in asked for prompt in prompts]
         params = [one for one in asked.values() for _ in prompts]
         return streams(names, llm.generate(prompts * len(asked), params, use_tqdm=False))
 
     found = ask(ASKED) + ask({"alone": GREEDY}, [PROMPTS[-2]])
-    for level in (1, 2):
+    for level in (1, 2) if sleeps else ():
         llm.sleep(level)
         llm.wake_up()
         found += ask({f"after sleep {level}": GREEDY})
     return found
 
 
-def main(folder: str, output: str, device: str, flags: str) -> None:
+def main(folder: str, output: str, device: str, flags: str, sleeps: str = "") -> None:
     fixed = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": CHUNK, "seed": 3}
     fixed |= {"max_num_seqs": CAPACITY, "cudagraph_capture_sizes": [CAPACITY], "num_gpu_blocks_override": 128}
     fixed |= {"enable_sleep_mode": True, "enable_prefix_caching": False, "log_level": "info"}
     fixed |= {"cpu_threads": 1} if device == "cpu" else {}
     with LLM(folder, device=device, **fixed, **json.loads(flags)) as llm:
-        found = answer(llm)
+        found = answer(llm, sleeps=bool(sleeps))
     Path(output).write_bytes(msgspec.json.encode(found))
 
 
