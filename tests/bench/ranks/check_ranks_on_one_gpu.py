@@ -59,7 +59,7 @@ MODELS = {
     "demo": ("tp 2", "pp 2"),
 }
 SLEEPING = (ALONE, "tp 2", "pp 2", "tp 3")
-NOTES = ("ranks share", "ranks exchange", "sums of ranks", "CUDA graphs")  # of a start, that are shown
+NOTES = ("ready after", "ranks share", "ranks exchange", "sums of ranks", "CUDA graphs")  # of a start, that are shown
 
 
 @dataclass(frozen=True, slots=True)
