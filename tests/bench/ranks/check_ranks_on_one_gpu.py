@@ -28,7 +28,7 @@ import msgspec
 HERE = Path(__file__).parent
 TESTS = HERE.parents[1]
 SRC = TESTS.parent / ".src"
-sys.path += [str(SRC), str(HERE), str(TESTS / "support"), str(TESTS / "support" / "models")]
+sys.path += [str(SRC), str(HERE), str(TESTS / "bench"), str(TESTS / "support"), str(TESTS / "support" / "models")]
 
 from rank_answers import Stream  # noqa: E402 -- found by the line above
 from tiny_models import BY_NAME  # noqa: E402
@@ -49,17 +49,21 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "tp 2, invariant": {"tensor_parallel_size": 2, "batch_invariant": True},
     "tp 2, experts": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
     "pp 2": {"pipeline_parallel_size": 2},
+    "tp 2, killed": {"tensor_parallel_size": 2},
+    "pp 2, killed": {"pipeline_parallel_size": 2},
     "tp 2, pp 2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     "tp 3": {"tensor_parallel_size": 3},
 }
+MORE_OF_LLAMA = ("tp 3", "tp 2, pp 2", "tp 2, eager", "tp 2, sums by transport", "tp 2, invariant")
 MODELS = {
-    "llama": ("tp 2", "pp 2", "tp 3", "tp 2, pp 2", "tp 2, eager", "tp 2, sums by transport", "tp 2, invariant"),
+    "llama": ("tp 2", "pp 2", "tp 2, killed", "pp 2, killed", *MORE_OF_LLAMA),
     "mixtral": ("tp 2", "tp 2, experts", "pp 2"),
     "deepseek-v3": ("tp 2", "pp 2", "tp 2, experts"),
     "demo": ("tp 2", "pp 2"),
 }
-SLEEPING = (ALONE, "tp 2", "pp 2", "tp 3")
-NOTES = ("ready after", "ranks share", "ranks exchange", "sums of ranks", "CUDA graphs")  # of a start, that are shown
+PARTS = {ALONE: "sleeps kills", "tp 2": "sleeps", "pp 2": "sleeps", "tp 2, killed": "kills", "pp 2, killed": "kills"}
+# lines of a log that are shown
+NOTES = ("rank 1 is killed", "ready after", "ranks share", "ranks exchange", "sums of ranks", "CUDA graphs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +76,9 @@ class Case:
         return LAYOUTS.get(self.layout, {})
 
     @property
-    def sleeps(self) -> bool:
-        """Whether requests are asked again after both levels of sleep, which takes as long as two starts."""
-        return self.model == "llama" and self.layout in SLEEPING
+    def parts(self) -> str:
+        """See `rank_answers`. They take as long as other starts, so that few cases have them."""
+        return PARTS.get(self.layout, "") if self.model == "llama" else ""
 
     @property
     def num_ranks(self) -> int:
@@ -110,7 +114,7 @@ class Bench:
         command = [sys.executable, "-P", str(HERE / "rank_answers.py"), str(self.model(case.model)), str(output)]
         with log.open("wb") as file:
             process = subprocess.Popen(
-                [*command, self.device, json.dumps(case.flags), "sleeps" if case.sleeps else ""],
+                [*command, self.device, json.dumps(case.flags), case.parts],
                 env={**os.environ, "PYTHONPATH": _path(), **self._gpus(case.num_ranks)},
                 stdout=file,
                 stderr=file,
@@ -129,7 +133,7 @@ class Bench:
         return msgspec.json.decode(output.read_bytes(), type=list[Stream])
 
     def notes(self, case: Case) -> list[str]:
-        """Returns what the leader has said of ranks and graphs when it started."""
+        """Returns what the leader has said of ranks and graphs."""
         lines = (line.split("gpu_worker: ")[-1] for line in self.log(case).read_text("utf-8", "replace").splitlines())
         return list(dict.fromkeys(line for line in lines if line.startswith(NOTES)))
 
@@ -145,7 +149,8 @@ class Bench:
 
 
 def _path() -> str:
-    return os.pathsep.join([str(SRC), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return os.pathsep.join([str(SRC), str(TESTS / "bench"), *given])
 
 
 def _tail(log: Path) -> str:
