@@ -132,7 +132,7 @@ class GroupedExperts:
         if config.kernel == "prefill":
             mapped = map_experts(experts, num_experts, config.tile, load)
             return self._multiply_many(config, x, mapped, num_pairs, weights)
-        if len(x) > MAX_ROWS or config is self._invariant:
+        if len(x) > MAX_ROWS or config is self._invariant or self._own is not None:  # `of_rank` repeats one in a row
             mapped = map_experts(experts, num_experts, config.tile, load)
             return self._multiply_few(config, x, mapped, num_pairs, weights)
         return self._multiply_few(config, x, experts, num_pairs, weights, load)

@@ -77,6 +77,31 @@ def test_sums_of_experts(kind: str, gate: Gate, bias: bool, scales_input: bool, 
     assert torch.allclose(added, before + expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5, 20])
+@pytest.mark.parametrize("kind", ["host", "grouped"])
+def test_parts_of_ranks_with_some_experts_whole(kind: str, rows: int) -> None:
+    whole, x = make_weights(bias=True), torch.randn(rows, HIDDEN, device=DEVICE)
+    total, logits = torch.zeros_like(x), torch.randn(rows, NUM_EXPERTS, device=DEVICE)
+    for own in (range(4), range(4, 6)):
+        gate_up, down = (
+            UnquantizedExperts(one.weight[own.start : own.stop], one.bias[own.start : own.stop])
+            for one in (whole.gate_up, whole.down)
+        )
+        weights = replace(whole, gate_up=gate_up, down=down, own=own)
+        if kind == "grouped":
+            from blockyard.services.gpu_worker.layers.moe.grouped_experts import GroupedExperts
+
+            made: HostExperts | GroupedExperts = GroupedExperts(weights, ROUTING, Gate.SILU, False)
+        else:
+            made = HostExperts(weights, ROUTING, Gate.SILU, False)
+        experts, factors = made.choose(logits, None)
+        part = made.forward(x, experts.clone(), factors, None)
+        assert part is not None
+        total += part
+    expected = plain(x, experts, factors, whole, Gate.SILU, False)
+    assert torch.allclose(total, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("rows", [1, 7, 20])
 @pytest.mark.parametrize("kind", ["host", "grouped"])
 def test_products_count_how_often_experts_are_chosen(kind: str, rows: int) -> None:
