@@ -53,6 +53,7 @@ class Runner:
         self._start_steps, self._logprobs_mode = start_steps, logprobs_mode
         self._offloaded: OffloadedWeights | None = None
         self._has_kv = True
+        self._has_chores = True  # there may be background work
         self._done: list[CompletedPlan] = []  # completed but not collected
 
     def use(self, steps: DeviceSteps, step_s: float = 0.0, depends: Callable[[StepPlan], bool] | None = None) -> None:
@@ -60,7 +61,7 @@ class Runner:
 
         depends: whether a plan may be applied only once no step is in flight; None: each may.
         """
-        self._depends = depends
+        self._depends, self._has_chores = depends, True
         self.geometry = msgspec.structs.replace(self.geometry, step_s=step_s)
         self._loop = DeviceLoop(steps, self.batch, self.geometry, self._logprobs_mode)
         self.reset(0)
@@ -91,8 +92,10 @@ class Runner:
             return False  # the CPU has no background work
         if self.batch.slots.live.any():
             return True
-        is_left = self._loop.steps.idle()
-        self.forget_trial_steps()
+        is_left, was_left = self._loop.steps.idle(), self._has_chores
+        self._has_chores = is_left
+        if is_left or was_left:  # otherwise nothing was done
+            self.forget_trial_steps()
         return is_left
 
     def forget_trial_steps(self) -> None:
