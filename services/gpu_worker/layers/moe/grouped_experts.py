@@ -86,7 +86,7 @@ class GroupedExperts:
     ) -> Tensor | None:
         config = self._invariant if batch_invariant else self._config(len(x))
         if self.places is not None:
-            experts, weights = of_rank(experts, weights, self.places)
+            experts = self.places.find(experts)
         return self._forward(config, x, experts, weights, shared, self._load, residual, norm)
 
     def forward_with(
@@ -108,12 +108,16 @@ class GroupedExperts:
     ) -> Tensor | None:
         """load: see `LayerLoad`; None: not counted."""
         if config.kernel == "skinny":
+            if self.places is not None:
+                experts, weights = of_rank(experts, weights, self.places)
             total = self._sum_skinny(config, x, experts, weights, shared, load, residual, norm)
             return total if residual is None else None
         assert norm is None  # see `fuses_norm`
         pairs = self._multiply(config, x, experts, weights, load)
         if residual is not None and shared is None and config is not self._invariant and len(x) <= MOST_ADDED_ROWS:
             return pairs.view(*experts.shape, pairs.shape[1])  # the kernel that adds them to the residual sums them
+        if self.places is not None:
+            return combine_experts(pairs, self._routing.top_k, shared, experts, self._num_own)
         return combine_experts(pairs, self._routing.top_k, shared)
 
     def _sum_skinny(
@@ -142,7 +146,7 @@ class GroupedExperts:
         if config.kernel == "prefill":
             mapped = map_experts(experts, num_experts, config.tile, load)
             return self._multiply_many(config, x, mapped, num_pairs, weights)
-        if len(x) > MAX_ROWS or config is self._invariant or self.places is not None:  # `of_rank` repeats one in a row
+        if len(x) > MAX_ROWS or config is self._invariant or self.places is not None:
             mapped = map_experts(experts, num_experts, config.tile, load)
             return self._multiply_few(config, x, mapped, num_pairs, weights)
         return self._multiply_few(config, x, experts, num_pairs, weights, load)
@@ -193,8 +197,7 @@ class GroupedExperts:
 
 
 def of_rank(experts: Tensor, weights: Tensor, places: ExpertPlaces) -> tuple[Tensor, Tensor]:
-    """Places and weights of a rank's experts. Others become its first one, with weight 0: sizes do not depend on the
-    choice."""
-    local = places.find(experts)
-    is_elsewhere = local < 0
-    return local.masked_fill_(is_elsewhere, 0), weights.masked_fill(is_elsewhere, 0)
+    """Places and weights of a rank's experts, for kernels that compute all pairs: those of other ranks' experts get the
+    first place, with weight 0."""
+    is_elsewhere = experts == places.elsewhere
+    return experts.masked_fill(is_elsewhere, 0), weights.masked_fill(is_elsewhere, 0)

@@ -176,7 +176,6 @@ class HostExperts:
         flat, factors = experts.flatten(), weights.to(x.dtype).view(-1, 1)
         if self.places is not None:  # other ranks' experts come last, and are not computed
             flat = self.places.find(flat)
-            flat = flat.masked_fill_(flat < 0, self._num_own)
         order = flat.argsort(stable=True)
         rows = order // self._routing.top_k
         pairs = x.new_zeros(len(flat), x.shape[1])
