@@ -4,6 +4,7 @@ Pure functions of numbers, without torch. A rank keeps its number of experts, so
 between two ranks.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,7 +15,7 @@ from blockyard.services.gpu_worker.parallel.shares import Shard, share
 BOUND = 1.1  # of the fullest rank to the mean: up to it nothing moves
 AIM = 1.02  # what moves, moves until this
 LEAST_GAIN = 0.002  # of a trade, in the fullest rank to the mean: a smaller one is not worth its copies
-FEWEST_PAIRS = 1000  # of a rank, on average: fewer differ by chance
+CHANCE = 4.0  # standard deviations of a rank's load, if pairs fell on ranks by chance: less is no imbalance
 
 Trade = tuple[int, int]  # two experts
 
@@ -34,8 +35,10 @@ def fullest_to_mean(loads: Ints, owners: Sequence[int], num_ranks: int) -> float
 
 
 def is_unbalanced(loads: Ints, owners: Sequence[int], num_ranks: int) -> bool:
-    """Returns whether experts should trade places, as far as the loads are no chance."""
-    return float(loads.sum()) >= FEWEST_PAIRS * num_ranks and fullest_to_mean(loads, owners, num_ranks) > BOUND
+    """Returns whether experts should trade places: the fullest rank has too much, and not by chance."""
+    mean = float(loads.sum()) / num_ranks
+    excess = (fullest_to_mean(loads, owners, num_ranks) - 1) * mean
+    return excess > (BOUND - 1) * mean and excess > CHANCE * math.sqrt(mean)
 
 
 def plan_trades(loads: Ints, owners: Sequence[int], num_ranks: int) -> list[Trade]:

@@ -67,7 +67,7 @@ def test_experts_move_on_all_ranks_alike(
     folder, group, rng = tmp_path / "model", tmp_path / "group", random.Random(7)
     group.mkdir()
     BY_NAME["mixtral"].save(folder)
-    monkeypatch.setattr(expert_balance, "FEWEST_PAIRS", 1)
+    monkeypatch.setattr(expert_balance, "CHANCE", 0.0)
     geometry, balance = start(folder, max_num_seqs=CAPACITY).geometry, ExpertBalance(interval_steps=7, window_steps=5)
     ranks = DelayedRanks(folder, group, geometry, size, num_stages, as_gpus=as_gpus, balance=balance)
     num_plans = 0
