@@ -48,6 +48,12 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "tp 2, sums by transport": {"tensor_parallel_size": 2, "disable_custom_all_reduce": True},
     "tp 2, invariant": {"tensor_parallel_size": 2, "batch_invariant": True},
     "tp 2, experts": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    "tp 2, experts move": {
+        "tensor_parallel_size": 2,
+        "enable_expert_parallel": True,
+        "enable_eplb": True,
+        "eplb_config": {"step_interval": 8, "window_size": 6},
+    },
     "pp 2": {"pipeline_parallel_size": 2},
     "tp 2, killed": {"tensor_parallel_size": 2},
     "pp 2, killed": {"pipeline_parallel_size": 2},
@@ -57,7 +63,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
 MORE_OF_LLAMA = ("tp 3", "tp 2, pp 2", "tp 2, eager", "tp 2, sums by transport", "tp 2, invariant")
 MODELS = {
     "llama": ("tp 2", "pp 2", "tp 2, killed", "pp 2, killed", *MORE_OF_LLAMA),
-    "mixtral": ("tp 2", "tp 2, experts", "pp 2"),
+    "mixtral": ("tp 2", "tp 2, experts", "tp 2, experts move", "pp 2"),
     "deepseek-v3": ("tp 2", "pp 2", "tp 2, experts"),
     "demo": ("tp 2", "pp 2"),
 }
