@@ -6,8 +6,9 @@
 - `start_report.StartReport`: the phases and notes of a start.
 
 A backend has the memory figures, the choice of kernels, the memory plan, the store of KV blocks in host memory, and the
-first steps, with CUDA graphs or without. Its `link` (`host_link.HostLink`) has the streams, events and pinned memory of
-the device; the worker's `WeightTable` and what loads, offloads and counts use that.
+first steps, with CUDA graphs or without. Its `link` (`host_link.HostLink`, of a GPU `cuda_link.CudaLink`) has the
+streams, events and pinned memory of the device; the worker's `WeightTable` has it, for what loads, offloads, counts,
+samples on the host and runs steps.
 
 `engine` and that of encoders call this folder. It imports `compilation/`, `runner`, `warm_up`, `memory_profile` and
 what these import.

@@ -119,12 +119,14 @@ class DecodeSteps:
         check_head_sizes("cuda", pool.shape.attention)
         self.capacity, self.ops = settings.capacity, ops or DeviceOps()
         capacity, max_model_len, eos_token_ids = settings.capacity, settings.max_model_len, settings.eos_token_ids
-        device, vocab = pool.device, pool.shape.vocab_size
+        device, vocab, self.link = pool.device, pool.shape.vocab_size, model.table.link
         state = SlotState.make(SLOTS * capacity, capacity, blocks_of(max_model_len, pool.block_size), device)
         masks = settings.masks
         owner_of = None if masks is None else masks.owner_of
-        self.slots = DeviceSlots(state, SLOTS * capacity, vocab, eos_token_ids, settings.logits_edits, owner_of)
-        self.ring = ring or PinnedRing(IN_FLIGHT, capacity, device)
+        self.slots = DeviceSlots(
+            state, SLOTS * capacity, vocab, eos_token_ids, self.link, settings.logits_edits, owner_of
+        )
+        self.ring = ring or PinnedRing(IN_FLIGHT, capacity, self.link)
         self.model, self.pool = model, pool
         self._inputs = StepInputs.make(capacity, device)
         self._tokens = torch.zeros(capacity, dtype=torch.int64, device=device)
