@@ -195,6 +195,8 @@ def load(
     scales = kv_scales.place_scales(model.table, model.shape.num_layers, kv_scales.are_in_checkpoint(config))
     max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
     reader = start_reader(config, model, max_model_len, make_reader or readers(None))
+    # before inference mode, in which classes of transformers cannot be traced
+    undivided = None if team is None or config.lora is None else declare(build, settings, dtype, config, WHOLE)
     progress = Throttle(lambda done: report.phase("loading weights", done))
     slot = loading_slot(None if team is None else team.folder.parent, config.max_parallel_loading)
     with torch.inference_mode(), page_cache.read_ahead(config, 0 if team is None else team.place.rank):
@@ -211,7 +213,6 @@ def load(
         prepare(model, config, longest, backend, report)
         if table.ranks is not None:
             backend.pick_sums(model, table.ranks, config, report)
-        undivided = None if team is None else declare(build, settings, dtype, config, WHOLE)
         adapters = make_adapters(model, undivided, config.lora, backend, report, reader)
         eos_ids = eos_ids_of(folder, settings, model.shape.vocab_size)
         need = need_of(model, config, longest, kv_block_bytes)
