@@ -115,8 +115,6 @@ def start(
         length = pick_length(config.max_model_len, shape.max_positions)
         return start_encoder(config, settings, build, dtype, length, backend, report, team)
     generates = config.task == "generate" and first_kind(settings) is OutputKind.TOKENS
-    if team is not None and config.prompts is not None:
-        raise ConfigError(f"{config.describe_ranks()}: a model with prompt adapters runs on one rank")
     by = ", by its class in transformers" if is_of_transformers(family) else ""
     report.note(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}{by}")
     loaded = load(config, settings, build, dtype, backend, report, team, make_reader, generates=generates)
@@ -126,7 +124,7 @@ def start(
 def follow(config: WorkerConfig, team: RankTeam) -> Follower | EncoderFollower:
     """Loads the share of a rank that is not the leader. Raises ConfigError or LoadError."""
     backend, report = pick_backend(config.device), StartReport(lambda phase, done, notes: None)
-    config = of_host(config)
+    config = msgspec.structs.replace(of_host(config), prompts=None)  # the leader sends the vectors of each step
     backend.set_up(config.threads or default_threads(config.replicas), None)
     settings = read_settings(config, report)
     dtype = pick_dtype(config.dtype, settings.get("dtype") or settings.get("torch_dtype"), backend)

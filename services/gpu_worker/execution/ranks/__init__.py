@@ -6,7 +6,8 @@
 - `PipelinedCpuSteps`: with pipeline stages, the earlier ones compute a step while the leader's computes another.
 - `Follower`: does what comes. It knows no plan, no slot and no clock: only what the leader sends.
 
-Which adapter each row of a step has travels with the step; adapters are loaded and placed between steps (`lora/ranks`).
+Which adapter each row of a step has travels with the step, as do vectors of prompt adapters. LoRA adapters are loaded
+and placed between steps (`lora/ranks`).
 
 Both ends call the same collectives in the same order, because the stream is ordered. Without followers none of this is
 made.
