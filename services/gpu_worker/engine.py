@@ -120,8 +120,6 @@ def start(
         length = pick_length(config.max_model_len, shape.max_positions)
         return start_encoder(config, settings, build, dtype, length, backend, report, team)
     generates = config.task == "generate" and first_kind(settings) is OutputKind.TOKENS
-    if team is not None and config.prompts is not None:
-        raise ConfigError(f"{config.describe_ranks()}: a model with prompt adapters runs on one rank")
     by = ", by its class in transformers" if is_of_transformers(family) else ""
     report.note(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}{by}")
     loaded = load(config, settings, build, dtype, backend, report, team, make_reader, generates=generates)
@@ -131,7 +129,7 @@ def start(
 def follow(config: WorkerConfig, team: RankTeam) -> Follower | EncoderFollower:
     """Loads the share of a rank that is not the leader. Raises ConfigError or LoadError."""
     backend, report = pick_backend(config.device), StartReport(lambda phase, done, notes: None)
-    config = of_host(config)
+    config = msgspec.structs.replace(of_host(config), prompts=None)  # the leader sends the vectors of each step
     backend.set_up(config.threads or default_threads(config.replicas), None)
     settings = read_settings(config, report)
     dtype = pick_dtype(config.dtype, settings.get("dtype") or settings.get("torch_dtype"), backend)
@@ -198,6 +196,8 @@ def load(
     scales = kv_scales.place_scales(model.table, model.shape.num_layers, kv_scales.are_in_checkpoint(config))
     max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
     reader = start_reader(config, model, max_model_len, make_reader or readers(None))
+    # before inference mode, in which classes of transformers cannot be traced
+    undivided = None if team is None or config.lora is None else declare(build, settings, dtype, config, WHOLE)
     progress = Throttle(lambda done: report.phase("loading weights", done))
     slot = loading_slot(None if team is None else team.folder.parent, config.max_parallel_loading)
     with torch.inference_mode(), page_cache.read_ahead(config, 0 if team is None else team.place.rank):
@@ -215,7 +215,6 @@ def load(
         prepare(model, config, longest, backend, report)
         if table.ranks is not None:
             backend.pick_sums(model, table.ranks, config, report)
-        undivided = None if team is None else declare(build, settings, dtype, config, WHOLE)
         adapters = make_adapters(model, undivided, config.lora, backend, report, reader)
         eos_ids = eos_ids_of(folder, settings, model.shape.vocab_size)
         need = need_of(model, config, longest, kv_block_bytes)

@@ -63,7 +63,7 @@ class Runner:
         """
         self._depends, self._has_chores = depends, True
         self.geometry = msgspec.structs.replace(self.geometry, step_s=step_s)
-        self._loop = DeviceLoop(steps, self.batch, self.geometry, self._logprobs_mode)
+        self._loop = DeviceLoop(steps, self.batch, self.geometry, self._logprobs_mode, self.model.table.link)
         self.reset(0)
 
     @property

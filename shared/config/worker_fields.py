@@ -205,10 +205,10 @@ def check_ranks(values: Values, config: Mapping[str, Any]) -> None:
         return
     names = config.get("architectures")
     is_known = not isinstance(names, list) or find_architecture(names) is not None
-    for flag in PARALLEL if values["model-impl"] == "transformers" or not is_known else ():
-        if (number := values.get(flag, int)) > 1:
-            where = f"{values.where(flag)} {number}"
-            raise ConfigError(f"{where}: not built for models that run by their class in transformers")
+    by_class = values["model-impl"] == "transformers" or not is_known
+    if by_class and (number := values.get("pipeline-parallel-size", int)) > 1:
+        where = f"{values.where('pipeline-parallel-size')} {number}"
+        raise ConfigError(f"{where}: not built for models that run by their class in transformers")
     if size == 1:
         return
     where = f"{values.where('tensor-parallel-size')} {size}"

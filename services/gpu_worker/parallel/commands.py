@@ -92,6 +92,8 @@ class ForwardPass(Frame, frozen=True):
     token_ids: bytes  # int64
     positions: bytes
     adapter_places: bytes = b""  # int32, of each token; empty: none has an adapter
+    vector_rows: bytes = b""  # int64, tokens with a vector as input, see `InputVectors`
+    vectors: bytes = b""  # [rows, width], in the dtype of the model
 
 
 class DeviceForward(Frame, frozen=True):
@@ -109,6 +111,8 @@ class DeviceForward(Frame, frozen=True):
     num_tables: int = 0  # sequences whose block tables follow, too, of so many blocks; 0: tables are those of slots
     table_width: int = 0
     words: bytes = b""  # int32; empty: only the leader's device has them, and they follow as a collective, int64
+    num_vectors: int = 0  # tokens with a vector as input: their rows, int64, and the vectors follow as collectives
+    vector_width: int = 0
 
 
 class PackedForward(Frame, frozen=True):

@@ -119,8 +119,6 @@ def test_stages_have_ranks_and_gpus_of_their_own() -> None:
         (["-pp", "5"], {"num_hidden_layers": 4}, "-pp 5 is more than the 4 layers of the model"),
         (["-pp", "5"], {"text_config": {"num_hidden_layers": 4}}, "-pp 5 is more than the 4 layers of the model"),
         (["-pp", "2", "--model-impl", "transformers"], {}, "-pp 2: not built for models that run by their class"),
-        (["-tp", "2", "--model-impl", "transformers"], {}, "-tp 2: not built for models that run by their class"),
-        (["-tp", "2"], {"architectures": ["BambaForCausalLM"]}, "-tp 2: not built for models that run by their class"),
         (["-pp", "2"], {"architectures": ["BambaForCausalLM"]}, "-pp 2: not built for models that run by their class"),
         (["-pp", "2", "--kv-transfer-config", '{"kv_role": "kv_producer"}'], {}, "-pp 2: .* exchanges no KV blocks"),
         (["-pp", "2", "--distributed-executor-backend", "uni"], {}, "uni is for one rank; -pp 2 needs mp"),

@@ -1,11 +1,10 @@
 """A group of ranks: the logits of tiny checkpoints at every position of a prompt, which the leader writes to files.
 
-python -m rank_logits SIZE STAGES GROUP-FOLDER [--spread] [--moved] [--fully-sharded] CHECKPOINT...
+python -m rank_logits SIZE STAGES GROUP-FOLDER [--spread] [--moved] [--fully-sharded] [--transformers] CHECKPOINT...
 
 A checkpoint with a folder ADAPTER has its adapter in all rows. --spread: ranks have some experts whole. --moved: these
-have traded their ranks and places, after a first pass.
---fully-sharded: of adapters ranks divide both matrices. Ranks are forks of one process, which has loaded torch for all
-of them.
+have traded their ranks and places, after a first pass. --fully-sharded: of adapters ranks divide both matrices.
+--transformers: models run by their class there. Ranks are forks of one process, which has loaded torch for all of them.
 """
 
 import multiprocessing
@@ -15,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ from blockyard.services.gpu_worker.startup.stage_choice import make_stage_model
 CPU = torch.device("cpu")
 OUTPUT = "logits.pt"
 ADAPTER = "adapter"
-SPREAD, MOVED, FULLY_SHARDED = "--spread", "--moved", "--fully-sharded"
+SPREAD, MOVED, FULLY_SHARDED, TRANSFORMERS = "--spread", "--moved", "--fully-sharded", "--transformers"
 CHUNKS = [50, 1, 9]
 
 
@@ -54,11 +54,18 @@ def connect(rank: int, size: int, group: Path, num_stages: int = 1) -> RankGroup
     return connect_groups(connect_cpus, place_of(rank, size, num_stages), Meeting(group))
 
 
-def load(folder: Path, ranks: RankGroups | None, *, spread: bool = False, fully_sharded: bool = False) -> Model:
+def load(
+    folder: Path,
+    ranks: RankGroups | None,
+    *,
+    spread: bool = False,
+    fully_sharded: bool = False,
+    model_impl: str = "auto",
+) -> Model:
     """Stages have as many layers each, the last may have more. fully_sharded: of adapters."""
     settings = read_config(folder, {}, lambda note: None)
     shard = Shard() if ranks is None else ranks.place.shard
-    build = partial(find_family(settings), settings)
+    build = partial(find_family(settings, model_impl), settings)
     table = WeightTable(torch.float32, CPU, shard=shard)
     table.ranks, table.spreads_experts = None if ranks is None else ranks.tensor, spread
     table.moves_experts = spread
@@ -73,7 +80,7 @@ def load(folder: Path, ranks: RankGroups | None, *, spread: bool = False, fully_
     checkpoint.load(table, folder, "auto", [], 0, lambda done: None)
     model.prepare(256)
     if (folder / ADAPTER).exists():
-        adapt_model(model, [folder / ADAPTER], load_undivided(folder), fully_sharded=fully_sharded)
+        adapt_model(model, [folder / ADAPTER], load_undivided(folder, model_impl), fully_sharded=fully_sharded)
         forward, compute_logits = model.forward, model.logits
 
         def begin(rows: int) -> None:
@@ -84,10 +91,10 @@ def load(folder: Path, ranks: RankGroups | None, *, spread: bool = False, fully_
     return model
 
 
-def load_undivided(folder: Path) -> Model:
+def load_undivided(folder: Path, model_impl: str = "auto") -> Model:
     """The model of all ranks, which is only declared."""
     settings = read_config(folder, {}, lambda note: None)
-    return find_family(settings)(settings, WeightTable(torch.float32, torch.device("meta")))
+    return find_family(settings, model_impl)(settings, WeightTable(torch.float32, torch.device("meta")))
 
 
 @torch.inference_mode()
@@ -122,8 +129,10 @@ def run(size: int, group: Path, folders: Sequence[Path], *flags: str, num_stages
 def run_rank(rank: int, size: int, num_stages: int, group: Path, folders: Sequence[Path], flags: set[str]) -> None:
     torch.set_num_threads(1)
     ranks, models = connect(rank, size, group, num_stages), list[Model]()  # with what they send
+    fields: dict[str, Any] = {"spread": SPREAD in flags, "fully_sharded": FULLY_SHARDED in flags}
+    fields["model_impl"] = "transformers" if TRANSFORMERS in flags else "auto"
     for folder in folders:
-        models.append(load(folder, ranks, spread=SPREAD in flags, fully_sharded=FULLY_SHARDED in flags))
+        models.append(load(folder, ranks, **fields))
         found = logits(models[-1])
         if MOVED in flags:
             move_experts(models[-1], ranks)
@@ -135,7 +144,7 @@ def run_rank(rank: int, size: int, num_stages: int, group: Path, folders: Sequen
 
 def main() -> int:
     size, num_stages, group = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    flags = {SPREAD, MOVED, FULLY_SHARDED}.intersection(sys.argv[4:])
+    flags = {SPREAD, MOVED, FULLY_SHARDED, TRANSFORMERS}.intersection(sys.argv[4:])
     folders = [Path(folder) for folder in sys.argv[4:] if folder not in flags]
     context = multiprocessing.get_context("fork")  # torch has not started a thread yet
     of_all = size, num_stages, group, folders, flags

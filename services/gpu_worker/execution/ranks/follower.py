@@ -32,7 +32,7 @@ from blockyard.services.gpu_worker.parallel.commands import (
     TradeExperts,
 )
 from blockyard.services.gpu_worker.parallel.team import RankGroups
-from blockyard.services.gpu_worker.step import Attend, Step
+from blockyard.services.gpu_worker.step import Attend, InputVectors, Step
 from blockyard.services.kv_transfer.host.host_store import BlockStore
 from blockyard.shared.messages import Geometry
 
@@ -73,13 +73,21 @@ class CpuFollowerSteps:
                 ids, places = (torch.from_numpy(_decoded(one)) for one in (token_ids, positions))
                 adapted = torch.from_numpy(np.frombuffer(adapter_places, np.int32).copy()) if adapter_places else None
                 self._model.adapter_rows.begin(adapted)
-                self._hidden = self._model.forward(Step(ids, places, self._attention(attention)))
+                step = Step(ids, places, self._attention(attention), vectors=self._vectors(command))
+                self._hidden = self._model.forward(step)
             case ComputeLogits():
                 compute_logits(self._model, self._ranks, self._hidden, command)
             case ForgetSequences():
                 self.forget()
             case _:
                 raise AssertionError(f"no command of a step on the CPU: {command}")
+
+    def _vectors(self, command: ForwardPass) -> InputVectors | None:
+        if not command.vectors:
+            return None
+        rows = torch.from_numpy(_decoded(command.vector_rows))
+        values = torch.frombuffer(bytearray(command.vectors), dtype=self._model.table.dtype)
+        return InputVectors(rows, values.view(len(rows), -1))
 
     def _attention(self, call: AttentionCall) -> Attend:
         counts = _decoded(call.counts)

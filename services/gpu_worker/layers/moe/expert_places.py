@@ -25,7 +25,7 @@ class ExpertPlaces:
         self._table = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
         self._counts = torch.empty(num_experts + 1 if counts else 0, dtype=torch.int64, device=device)
         self._one = torch.empty(1, dtype=torch.int64, device=device)
-        if device.type != "meta":
+        if not self._table.is_meta:
             self._write()
             self._one.fill_(1)
             self._counts.zero_()

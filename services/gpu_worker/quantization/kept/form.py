@@ -209,7 +209,7 @@ class KeptLinear:
             self._dense.prepare()
             self.size_bytes = self._dense.size_bytes
             self._drop_matrix()
-        elif device.type == "cuda" and self.input_rounding is not None:
+        elif self.input_rounding is not None:
             assert isinstance(form, RoundingForm)
             if not self._is_moved:
                 self._kept = form.compact(self._kept)

@@ -10,7 +10,7 @@ from tiny_models import start
 
 from blockyard.services.gpu_worker.host_link import SameMemory
 from blockyard.services.gpu_worker.loading.expert_loads import MOST_LAYERS, ExpertLoads
-from blockyard.services.gpu_worker.startup.cuda import CudaLink
+from blockyard.services.gpu_worker.startup.cuda_link import CudaLink
 from blockyard.shared.messages import Sampling, Stats
 
 CPU = torch.device("cpu")
