@@ -96,6 +96,7 @@ class WeightTable:
         self.stage: Stage | None = None  # None: the model has all layers
         self.whole: WeightTable | None = None  # of the declared model with all layers, if there are stages
         self.spreads_experts = False  # a rank has some experts whole, and not a share of each
+        self.moves_experts = False  # these are moved by their loads
         self.headers = TensorHeaders()  # of the checkpoint, if it is quantized
         self.link: HostLink = SameMemory()  # of `device`, to host memory
         self.matrix_bytes = self.expert_bytes = 0  # of the layers' matrices and of their experts, on device and host

@@ -276,7 +276,6 @@ class DecodeSteps:
     def capture(self) -> None:
         """Captures sizes for CAPTURE_S seconds; `capture_one` captures the others."""
         start = time.perf_counter()
-        self._graph_pool = torch.cuda.graph_pool_handle()
         self._missing = list(self._sizes)
         while time.perf_counter() - start < CAPTURE_S and self.capture_one():
             pass
@@ -333,6 +332,8 @@ class DecodeSteps:
         for needs_processing in SAMPLE_VARIANTS:
             self._sample(size.rows, output, needs_processing)  # compiles and loads its kernels
         torch.cuda.synchronize(self.pool.device)
+        if not self._graphs:  # torch takes no capture into a pool whose graphs have all been dropped
+            self._graph_pool = torch.cuda.graph_pool_handle()
         forward, samples = torch.cuda.CUDAGraph(), [torch.cuda.CUDAGraph() for _ in SAMPLE_VARIANTS]
         capture = torch.cuda.graph(forward, pool=self._graph_pool, capture_error_mode="thread_local")
         with self.capturing(forward) as replay, capture:
