@@ -44,7 +44,7 @@ class DeviceLogitsEdits:
         that adapters may add behind the vocabulary: they are counted, too."""
         device, capacity, self.enabled = state.arena.device, len(state.row_slots), enabled
         rows = capacity if enabled else 0
-        counts = _zeros(rows, vocab_size + num_extra_tokens, np.int32, device)
+        counts = _zeros(rows, vocab_size + num_extra_tokens, np.int32, device, link)
         self.tensors = LogitsEdits(
             row=state.fields[Field.EDITS_ROW],
             repetition=state.floats(Field.REPETITION),
@@ -56,12 +56,12 @@ class DeviceLogitsEdits:
             bias=state.bias.view(torch.float32),
             until=state.until.view(torch.int64),
             counts=counts,
-            logits=_zeros(rows, vocab_size, np.float32, device),
+            logits=_zeros(rows, vocab_size, np.float32, device, link),
         )
         self.adjusted = AdjustedLogits(self.tensors.row, self.tensors.logits)
         self.num_top = state.fields[Field.NUM_TOP]
         self.host_row = state.fields[Field.LOGITS_ROW]
-        self.host_logits = _zeros(min(capacity, MOST_HOST_ROWS), vocab_size, np.float32, device)
+        self.host_logits = _zeros(min(capacity, MOST_HOST_ROWS), vocab_size, np.float32, device, link)
         self._state, self._capacity, self._num_rows, self._vocab_size = state, capacity, rows, vocab_size
         self._link = link
         self.buffer = torch.zeros(LOGPROB_WORDS * capacity if enabled else 0, dtype=torch.int32, device=device)
@@ -170,6 +170,8 @@ class DeviceLogitsEdits:
         return TokenLogprobs(token, float(floats[place]), rank, words[top].tolist(), floats[logs].tolist())
 
 
-def _zeros(rows: int, columns: int, dtype: type[np.number[Any]], device: torch.device) -> Tensor:
+def _zeros(rows: int, columns: int, dtype: type[np.number[Any]], device: torch.device, link: HostLink) -> Tensor:
     """In host memory pages of rows that are never used take no memory."""
-    return torch.from_numpy(np.zeros((rows, columns), dtype)).to(device)
+    if not link.copies:
+        return torch.from_numpy(np.zeros((rows, columns), dtype))
+    return torch.zeros((rows, columns), dtype=torch.float32 if dtype is np.float32 else torch.int32, device=device)
