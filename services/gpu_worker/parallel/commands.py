@@ -211,6 +211,22 @@ class ReclaimMemory(Frame, frozen=True):
     kv: bool
 
 
+class CountExperts(Frame, frozen=True):
+    """Count from here on how often experts are chosen."""
+
+
+class SumExpertLoads(Frame, frozen=True):
+    """Sum over ranks how often experts were chosen, as a collective of each stage, and tell the leader."""
+
+
+class TradeExperts(Frame, frozen=True):
+    """Pairs of experts of a layer take each other's rank and place, one pair after another."""
+
+    stage: int
+    layer: int  # counted among the stage's mixtures
+    pairs: list[tuple[int, int]]
+
+
 class ReadAdapter(Frame, frozen=True):
     """Read an adapter into host memory. The answer is `AdapterRead`."""
 
@@ -340,6 +356,9 @@ Command = (
     | FetchBlocks
     | ReleaseMemory
     | ReclaimMemory
+    | CountExperts
+    | SumExpertLoads
+    | TradeExperts
     | ReadAdapter
     | ForgetAdapter
     | ForgetAdapters

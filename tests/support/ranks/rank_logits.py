@@ -1,10 +1,10 @@
 """A group of ranks: the logits of tiny checkpoints at every position of a prompt, which the leader writes to files.
 
-python -m rank_logits SIZE STAGES GROUP-FOLDER [--spread] [--fully-sharded] [--transformers] CHECKPOINT...
+python -m rank_logits SIZE STAGES GROUP-FOLDER [--spread] [--moved] [--fully-sharded] [--transformers] CHECKPOINT...
 
-A checkpoint with a folder ADAPTER has its adapter in all rows. --spread: ranks have some experts whole.
---fully-sharded: of adapters ranks divide both matrices. --transformers: models run by their class there. Ranks are
-forks of one process, which has loaded torch for all of them.
+A checkpoint with a folder ADAPTER has its adapter in all rows. --spread: ranks have some experts whole. --moved: these
+have traded their ranks and places, after a first pass. --fully-sharded: of adapters ranks divide both matrices.
+--transformers: models run by their class there. Ranks are forks of one process, which has loaded torch for all of them.
 """
 
 import multiprocessing
@@ -22,12 +22,15 @@ from model_logits import hidden_in_chunks
 from placed_adapters import adapt_model
 from tiny_checkpoint import VOCAB
 
+from blockyard.services.gpu_worker.execution.ranks.expert_moves import MovableExperts
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.loading import checkpoint
 from blockyard.services.gpu_worker.loading.hf_config import read_config
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.models.registry import find_family
+from blockyard.services.gpu_worker.parallel.commands import TradeExperts
+from blockyard.services.gpu_worker.parallel.expert_balance import first_owners
 from blockyard.services.gpu_worker.parallel.meeting import Meeting
 from blockyard.services.gpu_worker.parallel.rank_group import connect_cpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
@@ -38,7 +41,7 @@ from blockyard.services.gpu_worker.startup.stage_choice import make_stage_model
 CPU = torch.device("cpu")
 OUTPUT = "logits.pt"
 ADAPTER = "adapter"
-SPREAD, FULLY_SHARDED, TRANSFORMERS = "--spread", "--fully-sharded", "--transformers"
+SPREAD, MOVED, FULLY_SHARDED, TRANSFORMERS = "--spread", "--moved", "--fully-sharded", "--transformers"
 CHUNKS = [50, 1, 9]
 
 
@@ -65,6 +68,7 @@ def load(
     build = partial(find_family(settings, model_impl), settings)
     table = WeightTable(torch.float32, CPU, shard=shard)
     table.ranks, table.spreads_experts = None if ranks is None else ranks.tensor, spread
+    table.moves_experts = spread
     if ranks is not None and ranks.place.num_stages > 1:
         whole, size = build(WeightTable(torch.float32, torch.device("meta"), shard=shard)), ranks.place.num_stages
         each = whole.shape.num_layers // size
@@ -99,6 +103,21 @@ def logits(model: Model) -> torch.Tensor:
     return model.logits(hidden_in_chunks(model, pool, prompt(), CHUNKS))
 
 
+@torch.inference_mode()
+def move_experts(model: Model, ranks: RankGroups) -> None:
+    """Experts of each layer take the ranks and places of others, each several times."""
+    movable = MovableExperts(model.experts(), ranks)
+    for stage, nums in enumerate(movable.num_experts):
+        for layer, num in enumerate(nums):
+            owners, random, pairs = first_owners(num, ranks.place.shard.size), np.random.default_rng(layer), []
+            for _ in range(2 * num):
+                one, other = random.choice(num, 2, replace=False).tolist()
+                if owners[one] != owners[other]:
+                    owners[one], owners[other] = owners[other], owners[one]
+                    pairs.append((one, other))
+            movable.do(TradeExperts(stage, layer, pairs))
+
+
 def run(size: int, group: Path, folders: Sequence[Path], *flags: str, num_stages: int = 1) -> None:
     """Runs all ranks as processes. Raises CalledProcessError if one fails. size: of a stage."""
     group.mkdir()
@@ -115,6 +134,9 @@ def run_rank(rank: int, size: int, num_stages: int, group: Path, folders: Sequen
     for folder in folders:
         models.append(load(folder, ranks, **fields))
         found = logits(models[-1])
+        if MOVED in flags:
+            move_experts(models[-1], ranks)
+            found = logits(models[-1])
         if rank == 0:
             torch.save(found, folder / OUTPUT)
     ranks.everyone.least(0)  # the leader ends when nobody sends any more
@@ -122,7 +144,7 @@ def run_rank(rank: int, size: int, num_stages: int, group: Path, folders: Sequen
 
 def main() -> int:
     size, num_stages, group = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    flags = {SPREAD, FULLY_SHARDED, TRANSFORMERS}.intersection(sys.argv[4:])
+    flags = {SPREAD, MOVED, FULLY_SHARDED, TRANSFORMERS}.intersection(sys.argv[4:])
     folders = [Path(folder) for folder in sys.argv[4:] if folder not in flags]
     context = multiprocessing.get_context("fork")  # torch has not started a thread yet
     of_all = size, num_stages, group, folders, flags

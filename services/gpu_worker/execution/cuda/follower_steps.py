@@ -62,7 +62,6 @@ class DeviceFollowerSteps:
 
     def forget(self) -> None:
         self._graphs.clear()
-        self._graph_pool = None  # its memory is freed with the last graph, and cannot be used again
 
     def do(self, command: Command) -> None:
         if self._ranks.tensor is not None:
@@ -90,7 +89,7 @@ class DeviceFollowerSteps:
                 raise AssertionError(f"no command of a step on a GPU: {command}")
 
     def _begin(self, key: int) -> None:
-        if self._graph_pool is None:
+        if not self._graphs:  # torch takes no capture into a pool whose graphs have all been dropped
             self._graph_pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self._pool.device)
         self._graphs[key] = graph = torch.cuda.CUDAGraph()

@@ -13,7 +13,7 @@ from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.arrays import Ints, Words
 from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
-from blockyard.services.gpu_worker.execution.pinned_ring import DeviceEvent
+from blockyard.services.gpu_worker.host_link import DeviceEvent
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
