@@ -22,6 +22,7 @@ def test_each_expert_has_a_place_on_one_rank(num_experts: int) -> None:
         if len({ranks[0].owners[expert] for expert in pair}) == 2:
             for places in ranks:
                 places.trade(pair)
+                places.install()
     own = [found(places, [[*range(num_experts)]])[0] for places in ranks]
     for expert, here in enumerate(zip(*own, strict=True)):
         owner = ranks[0].owners[expert]
@@ -37,6 +38,7 @@ def test_what_is_written_is_where_it_was() -> None:
     addresses = places._table.data_ptr(), places.loads.data_ptr()
     assert found(places, [[0, 3]]) == [[0, 2]]
     places.trade((0, 3))
+    places.install()
     assert found(places, [[0, 3], [1, 0]]) == [[2, 0], [1, 2]]
     assert (places._table.data_ptr(), places.loads.data_ptr()) == addresses
 
