@@ -52,7 +52,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
         "tensor_parallel_size": 2,
         "enable_expert_parallel": True,
         "enable_eplb": True,
-        "eplb_config": {"step_interval": 8, "window_size": 6},
+        "eplb_config": {"step_interval": 20, "window_size": 20, "log_balancedness": True},
     },
     "pp 2": {"pipeline_parallel_size": 2},
     "tp 2, killed": {"tensor_parallel_size": 2},

@@ -5,7 +5,6 @@ fullest rank of the layer had too much.
 """
 
 import logging
-from collections import deque
 
 import msgspec
 import numpy as np
@@ -40,7 +39,7 @@ class ExpertBalancer:
             for stage, nums in enumerate(own.num_experts)
             for layer, num in enumerate(nums)
         }
-        self._waiting: deque[tuple[Layer, Ints]] = deque()  # layers whose experts are to move, with their loads
+        self._waiting: dict[Layer, Ints] = {}  # loads of layers whose experts are to move
         self._steps = 0  # of the interval
         self._ratios: list[float] = []  # of the last interval: fullest rank to mean, by layer
         self._num_moved = 0
@@ -68,7 +67,8 @@ class ExpertBalancer:
         if self._steps == self._first_counted:
             self._do(CountExperts())
         if self._waiting:
-            self._move(*self._waiting.popleft())
+            layer = next(iter(self._waiting))
+            self._move(layer, self._waiting.pop(layer))
 
     def count(self, stats: Stats) -> Stats:
         """Returns the worker's counters with these."""
@@ -78,12 +78,10 @@ class ExpertBalancer:
     def _decide(self, loads: list[list[Ints]]) -> None:
         found = [((stage, layer), one) for stage, some in enumerate(loads) for layer, one in enumerate(some)]
         self._ratios = [fullest_to_mean(one, self._owners[layer], self._num_ranks) for layer, one in found]
-        self._waiting.extend(
-            (layer, one) for layer, one in found if is_unbalanced(one, self._owners[layer], self._num_ranks)
-        )
+        self._waiting = {layer: one for layer, one in found if is_unbalanced(one, self._owners[layer], self._num_ranks)}
         if self._config.logs and self._ratios:
             log.info(
-                "experts: the fullest rank had %.3f of the mean, %.3f in the worst of %d layers; %d layers move",
+                "experts: the fullest rank had %.3f of the mean, %.3f in the worst of %d layers; to balance: %d",
                 *(float(np.mean(self._ratios)), max(self._ratios), len(found), len(self._waiting)),
             )
 
