@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ from blockyard.services.gpu_worker.parallel.loading_slots import loading_slot
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.parallel.shares import WHOLE, Shard
 from blockyard.services.gpu_worker.parallel.stages import Stage
-from blockyard.services.gpu_worker.parallel.team import RankGroups, RankTeam, SendCommand, connect_groups, naming_leader
+from blockyard.services.gpu_worker.parallel.team import RankGroups, RankTeam, SendCommand, join_ranks, naming_leader
 from blockyard.services.gpu_worker.pooling.output import PoolingOutput
 from blockyard.services.gpu_worker.pooling.selection import choose_output
 from blockyard.services.gpu_worker.prompt_adapters.adapter_hosts import (
@@ -181,7 +180,7 @@ def load(
         stage = choose_stage(whole, team, config, backend.free_bytes(config), kv_dtype)
     with naming_leader(team):
         share = check(build, settings, whole, config, backend, stage)
-    ranks = None if team is None else team.connect(partial(connect_groups, backend.connect_ranks))
+    ranks = join_ranks(team, backend.connect_ranks, runs_ahead=backend.link.copies)
     table = make_table(config, dtype, backend, share, shard, ranks)
     if stage is not None:
         table.stage, table.whole = stage, whole.table

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -29,6 +30,7 @@ class RankGroups:
     place: RankPosition
     everyone: RankGroup  # all ranks of the worker
     tensor: RankGroup | None  # of the same stage, which share its layers; None: there is one
+    beside_steps: RankGroup | None = None  # all ranks, for what no step waits for; None: the CPU computes the steps
 
     @property
     def stage_link(self) -> StageLink | None:
@@ -88,14 +90,21 @@ def naming_leader(team: RankTeam | None) -> Iterator[None]:
         raise LoadError(f"rank {team.place.rank}: {e}") from e
 
 
-def connect_groups(
-    make: Callable[[Shard, GroupStores, str], RankGroup], place: RankPosition, meeting: Meeting
-) -> RankGroups:
-    """Waits for the other ranks. make: makes the group of a name. Raises RankLostError."""
-    stores = GroupStores(meeting)
-    everyone = make(Shard(place.rank, place.num_ranks), stores, "ranks")
+MakeGroup = Callable[[Shard, GroupStores, str], RankGroup]
+
+
+def join_ranks(team: RankTeam | None, make: MakeGroup, *, runs_ahead: bool) -> RankGroups | None:
+    """See `connect_groups`. None: there is one rank."""
+    return None if team is None else team.connect(partial(connect_groups, make, runs_ahead=runs_ahead))
+
+
+def connect_groups(make: MakeGroup, place: RankPosition, meeting: Meeting, *, runs_ahead: bool) -> RankGroups:
+    """Waits for the other ranks. make: makes the group of a name. runs_ahead: of the host, steps do. Raises
+    RankLostError."""
+    stores, of_all = GroupStores(meeting), Shard(place.rank, place.num_ranks)
+    everyone, tensor = make(of_all, stores, "ranks"), None
     if place.num_stages == 1:
-        return RankGroups(place, everyone, everyone)
-    if place.shard.size == 1:
-        return RankGroups(place, everyone, None)
-    return RankGroups(place, everyone, make(place.shard, stores, f"stage-{place.stage}"))
+        tensor = everyone
+    elif place.shard.size > 1:
+        tensor = make(place.shard, stores, f"stage-{place.stage}")
+    return RankGroups(place, everyone, tensor, make(of_all, stores, "beside-steps") if runs_ahead else None)

@@ -14,6 +14,7 @@ from blockyard.kernels.all_reduce.peer_buffers import PeerBuffers, empty_buffer,
 from blockyard.kernels.all_reduce.references import sum_add_rms_norm_reference, sum_ranks_reference
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror
+from blockyard.services.gpu_worker.host_link import SameMemory
 from blockyard.services.gpu_worker.layers.fused_ops import SummedOps, TorchOps
 from blockyard.services.gpu_worker.layers.linear import dense_linear
 from blockyard.services.gpu_worker.layers.norm import NoNorm
@@ -23,8 +24,10 @@ from blockyard.services.gpu_worker.parallel.peer_memory import PeerMemory
 from blockyard.services.gpu_worker.parallel.peer_sums import PeerSums
 from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankGroup, connect_cpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
+from blockyard.services.gpu_worker.parallel.stages import place_of
 from blockyard.services.gpu_worker.parallel.sum_measurement import SumMeasurement, choose_sums
 from blockyard.services.gpu_worker.parallel.sum_table import SIZES, SumTable, SumWay, same_way
+from blockyard.services.gpu_worker.parallel.team import RankGroups
 from blockyard.shared.errors import RankLostError
 
 HALF_BYTES, EPS = 1 << 16, 1e-5
@@ -98,7 +101,8 @@ def test_a_part_that_does_not_come_is_an_error_of_the_step() -> None:
     group = RankGroup(Shard(), GROUP, DEVICE)
     group.kernels = kernels
     done = SimpleNamespace(query=lambda: True, synchronize=lambda: None)
-    event = DeviceMirror(lambda frame, to=None: None, group).checked(cast("Any", done))
+    mirror = DeviceMirror(lambda frame, to=None: None, RankGroups(place_of(0, 1, 1), group, group), SameMemory())
+    event = mirror.checked(cast("Any", done))
     assert event.query()
     kernels.sum(torch.ones(8, device=DEVICE))
     if DEVICE.type == "cuda":
