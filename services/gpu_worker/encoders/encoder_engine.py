@@ -16,10 +16,11 @@ from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.models.registry import Build
 from blockyard.services.gpu_worker.parallel.loading_slots import loading_slot
 from blockyard.services.gpu_worker.parallel.shares import WHOLE
-from blockyard.services.gpu_worker.parallel.team import RankGroups, RankTeam, join_ranks
+from blockyard.services.gpu_worker.parallel.team import RankGroups, RankTeam
 from blockyard.services.gpu_worker.pooling.output import DEFAULT
 from blockyard.services.gpu_worker.pooling.selection import choose_output
 from blockyard.services.gpu_worker.startup.backend import Backend
+from blockyard.services.gpu_worker.startup.rank_connection import connect_ranks
 from blockyard.services.gpu_worker.startup.start_report import StartReport, Throttle
 from blockyard.shared.config.pooling.pooling_card import make_card
 from blockyard.shared.config.services.worker import WorkerConfig
@@ -109,7 +110,7 @@ def load_encoder(
     declared = place_in(WeightTable(dtype, torch.device("meta"), shard=shard))
     checkpoint_check.check_tensors(declared.table, folder, config.load_format, config.ignore_patterns)
     share = backend.host_share(place_in, dtype, config)
-    ranks = join_ranks(team, backend.connect_ranks, runs_ahead=False)
+    ranks, config = connect_ranks(config, team, backend, report)
     table = WeightTable(dtype, backend.device, share, shard)
     table.link, table.ranks = backend.link, None if ranks is None else ranks.tensor
     model = place_in(table)

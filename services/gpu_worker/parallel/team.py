@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -90,21 +89,16 @@ def naming_leader(team: RankTeam | None) -> Iterator[None]:
         raise LoadError(f"rank {team.place.rank}: {e}") from e
 
 
-MakeGroup = Callable[[Shard, GroupStores, str], RankGroup]
-
-
-def join_ranks(team: RankTeam | None, make: MakeGroup, *, runs_ahead: bool) -> RankGroups | None:
-    """See `connect_groups`. None: there is one rank."""
-    return None if team is None else team.connect(partial(connect_groups, make, runs_ahead=runs_ahead))
-
-
-def connect_groups(make: MakeGroup, place: RankPosition, meeting: Meeting, *, runs_ahead: bool) -> RankGroups:
+def connect_groups(
+    make: Callable[[Shard, GroupStores, str], RankGroup], place: RankPosition, meeting: Meeting, *, runs_ahead: bool
+) -> RankGroups:
     """Waits for the other ranks. make: makes the group of a name. runs_ahead: of the host, steps do. Raises
     RankLostError."""
     stores, of_all = GroupStores(meeting), Shard(place.rank, place.num_ranks)
     everyone, tensor = make(of_all, stores, "ranks"), None
+    beside_steps = make(of_all, stores, "beside-steps") if runs_ahead else None
     if place.num_stages == 1:
         tensor = everyone
     elif place.shard.size > 1:
         tensor = make(place.shard, stores, f"stage-{place.stage}")
-    return RankGroups(place, everyone, tensor, make(of_all, stores, "beside-steps") if runs_ahead else None)
+    return RankGroups(place, everyone, tensor, beside_steps)

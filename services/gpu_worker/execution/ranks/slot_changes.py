@@ -16,8 +16,8 @@ from torch import Tensor
 from blockyard.kernels.slots.slot_state import NUM_CHANGE_WORDS, Field, SlotState
 from blockyard.services.gpu_worker.arrays import Ints, Words
 from blockyard.services.gpu_worker.host_link import HostLink, LinkEvent
+from blockyard.services.gpu_worker.parallel.collectives import PendingCollective
 from blockyard.services.gpu_worker.parallel.commands import ReceiveChanges, TakeChanges
-from blockyard.services.gpu_worker.parallel.rank_group import PendingCollective
 from blockyard.services.gpu_worker.parallel.team import RankGroups, SendCommand
 
 NUM_ENTRIES = 8  # steps whose changes the leader keeps: a power of two, at least as many as may be in flight
