@@ -21,6 +21,7 @@ from blockyard.services.gpu_worker.parallel.commands import ReceiveChanges, Take
 from blockyard.services.gpu_worker.parallel.team import RankGroups, SendCommand
 
 NUM_ENTRIES = 8  # steps whose changes the leader keeps: a power of two, at least as many as may be in flight
+ALIGNED_ROWS = 16  # kernels are compiled again for views at other alignments
 NUM_TOKEN_FIELDS = Field.KNOWN + 1  # the first fields: an earlier step may change them, as the host may
 
 
@@ -88,7 +89,8 @@ class ReceivedChanges:
         assert ranks.beside_steps is not None
         self._group, self._write = ranks.beside_steps, write
         self._stream = link.stream()
-        shape = ranks.place.num_stages + 1, capacity, NUM_CHANGE_WORDS
+        padded = -(-capacity // ALIGNED_ROWS) * ALIGNED_ROWS
+        shape = ranks.place.num_stages + 1, padded, NUM_CHANGE_WORDS
         words = torch.zeros(shape, dtype=torch.int32, device=self._group.device)
         self._entries = itertools.cycle([(one, self._stream.event()) for one in words])
         self._untaken: deque[tuple[Tensor, LinkEvent, PendingCollective | None]] = deque()
