@@ -129,7 +129,7 @@ def lead(ends: Sequence[socket.socket], num_stages: int, group: Path, folder: Pa
     model = LeaderModel(cast("Model", queued), ranks, send)
     runner = Runner(model, make_pool(stage_model, geometry), geometry, None, lambda runner: None, send=send)
     mirror = DeviceMirror(send, replace(ranks, beside_steps=beside), link)
-    ring = PinnedRing(8, CAPACITY, CPU, lambda: HostEvent(steps))
+    ring = PinnedRing(8, CAPACITY, link, lambda: HostEvent(steps))
     run_ahead(runner, CAPACITY, records_layers=False, masks=False, ops=QueuedOps(steps), mirror=mirror, ring=ring)
     record.tokens = run_plans(runner, num_stages + 1, num_stages)
     link.beside.synchronize()

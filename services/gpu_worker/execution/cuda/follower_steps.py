@@ -41,7 +41,7 @@ from blockyard.services.gpu_worker.parallel.commands import (
     TakeChanges,
 )
 from blockyard.services.gpu_worker.parallel.team import RankGroups
-from blockyard.services.gpu_worker.step import LogitsIndices, Step
+from blockyard.services.gpu_worker.step import InputVectors, LogitsIndices, Step
 from blockyard.shared.messages import Geometry
 
 
@@ -81,7 +81,6 @@ class DeviceFollowerSteps:
     def forget(self) -> None:
         self._changes.clear()
         self._graphs.clear()
-        self._graph_pool = None  # its memory is freed with the last graph, and cannot be used again
 
     def do(self, command: Command) -> None:
         if self._ranks.tensor is not None:
@@ -122,7 +121,7 @@ class DeviceFollowerSteps:
                 raise AssertionError(f"no command of a step on a GPU: {command}")
 
     def _begin(self, key: int) -> None:
-        if self._graph_pool is None:
+        if not self._graphs:  # torch takes no capture into a pool whose graphs have all been dropped
             self._graph_pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self._pool.device)
         self._graphs[key] = self._captured = captured = FollowerGraph(torch.cuda.CUDAGraph(), torch.empty(0))
@@ -133,6 +132,7 @@ class DeviceFollowerSteps:
         num_logits, num_sent = max(command.num_logits, 0), command.num_tokens - command.num_gathered
         sizes = [num_sent] * 3 + [command.num_starts, num_logits, num_logits, command.num_tables * command.table_width]
         words = self._words(command.words, sum(sizes))
+        vectors = self._vectors(command)
         *sent, starts, rows, last, tables = torch.split(words, sizes)
         starts, tables = starts.clone(), tables.clone()  # kernels are compiled again for other alignments
         token_ids, positions, slots = self._tokens(command.num_gathered, [one.long() for one in sent])
@@ -155,7 +155,7 @@ class DeviceFollowerSteps:
             last = last.long()
             needed = LogitsIndices(rows.long(), owners[last], F.pad(positions, (0, 1))[last])
         attend = self._ops.attend(self._pool, metadata)
-        return self._model.forward(Step(token_ids, positions, attend, needed))
+        return self._model.forward(Step(token_ids, positions, attend, needed, vectors))
 
     def _words(self, words: bytes, count: int) -> Tensor:
         """Returns the words of a forward pass; those of a graph are given to it before each run."""
@@ -172,6 +172,16 @@ class DeviceFollowerSteps:
         self._ops.gather_inputs(self._state, inputs)
         gathered = [inputs.token_ids, inputs.positions, inputs.slots]
         return [torch.cat(both) for both in zip(gathered, sent, strict=True)] if len(sent[0]) else gathered
+
+    def _vectors(self, command: DeviceForward) -> InputVectors | None:
+        if not command.num_vectors:
+            return None
+        device, num = self._pool.device, command.num_vectors
+        rows = torch.empty(num, dtype=torch.int64, device=device)
+        values = torch.empty(num, command.vector_width, dtype=self._model.table.dtype, device=device)
+        for one in (rows, values):
+            self._ranks.everyone.copy_from_leader(one)
+        return InputVectors(rows, values)
 
     def _write_changes(self, changes: Tensor) -> None:
         self._ops.write_changes(self._state, changes)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
@@ -13,9 +14,8 @@ from blockyard.kernels.slots.slot_state import SlotState
 from blockyard.services.gpu_worker.arrays import Ints, Words
 from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
-from blockyard.services.gpu_worker.execution.pinned_ring import DeviceEvent
 from blockyard.services.gpu_worker.execution.ranks.slot_changes import SentChanges
-from blockyard.services.gpu_worker.host_link import HostLink
+from blockyard.services.gpu_worker.host_link import DeviceEvent, HostLink
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
@@ -82,11 +82,13 @@ class LeaderModel:
 
     def forward(self, step: Step) -> Tensor:
         """`step.attend` is a `CalledAttend` or a `DeviceAttend`."""
-        assert step.vectors is None, "followers get no vectors"
         assert step.token_types is None, "followers get no token types"
         attend = step.attend
         if isinstance(attend, DeviceAttend):
             self._send(_device_forward(step, attend, has_adapters=self.adapter_rows.is_active))
+            if step.vectors is not None:
+                self.ranks.everyone.copy_from_leader(step.vectors.rows)
+                self.ranks.everyone.copy_from_leader(step.vectors.values.contiguous())
             step = replace(step, attend=attend.attend)
         else:
             assert step.logits_indices is None, "steps on the CPU compute all rows"
@@ -117,7 +119,11 @@ class LeaderModel:
 def _forward_pass(step: Step, adapter_places: Tensor | None) -> ForwardPass:
     assert isinstance(step.attend, CalledAttend)
     places = b"" if adapter_places is None else adapter_places.numpy().tobytes()
-    return ForwardPass(step.attend.call, step.token_ids.numpy().tobytes(), step.positions.numpy().tobytes(), places)
+    inputs = step.attend.call, step.token_ids.numpy().tobytes(), step.positions.numpy().tobytes(), places
+    if step.vectors is None:
+        return ForwardPass(*inputs)
+    rows, values = step.vectors.rows, step.vectors.values.contiguous().view(torch.uint8)  # numpy has no bfloat16
+    return ForwardPass(*inputs, rows.numpy().tobytes(), values.numpy().tobytes())
 
 
 def _device_forward(step: Step, attend: "DeviceAttend", *, has_adapters: bool) -> DeviceForward:
@@ -137,6 +143,7 @@ def _device_forward(step: Step, attend: "DeviceAttend", *, has_adapters: bool) -
         num_tables,
         table_width,
         attend.words,
+        *((0, 0) if step.vectors is None else step.vectors.values.shape),
     )
 
 
