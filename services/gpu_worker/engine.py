@@ -234,8 +234,8 @@ def load(
             plan, host_plan = (with_least(one, ranks.everyone, report) for one in (plan, host_plan))
         report.phase("reserving KV memory")
         pool = KVPool(model.shape, plan.num_blocks, config.block_size, kv_dtype, backend.device, config.batch_invariant)
-        first_layer = 0 if stage is None else stage.layers.start
-        report.note(*kv_scales.set_pool_scales(pool, scales, config, first_layer))
+        of_stages = None if stage is None or ranks is None else ranks.everyone.largest
+        report.note(*kv_scales.set_pool_scales(pool, scales, config, of_stages))
         store = backend.make_store(host_plan, pool)
     geometry = geometry_of(model, eos_ids, config, need, plan.num_blocks, host_plan.num_blocks)
     experts = movable_experts(config, model, ranks)

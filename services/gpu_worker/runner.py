@@ -59,7 +59,7 @@ class Runner:
     def use(self, steps: DeviceSteps, step_s: float = 0.0, depends: Callable[[StepPlan], bool] | None = None) -> None:
         """Runs steps on `steps` from now on. Call it before the first plan. step_s: time of a decode step.
 
-        depends: whether a plan may be applied only once no step is in flight; None: each may.
+        depends: whether a plan may be applied only once the oldest step in flight is done; None: each may.
         """
         self._depends, self._has_chores = depends, True
         self.geometry = msgspec.structs.replace(self.geometry, step_s=step_s)
@@ -144,8 +144,8 @@ class Runner:
 
     def launch(self, plan: StepPlan) -> Sequence[StoredLayers]:
         """Applies a plan and starts its step. A slot that cannot run or sample fails without the others."""
-        if self._depends is not None and self._depends(plan):
-            self._wait_for_steps()
+        while self._depends is not None and self._depends(plan):
+            self._done.append(self.loop.wait())
         if self._balancer is not None and self._balancer.is_due():
             self._wait_for_steps()
             self._balancer.balance()

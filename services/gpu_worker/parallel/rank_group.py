@@ -138,9 +138,11 @@ class RankGroup:
 
     def copy_from_leader(self, tensor: Tensor) -> None:
         """Writes what the leader has there to `tensor`, which is contiguous, on the other ranks."""
-        if self._is_alone:
-            return
-        self.wait(self._group.broadcast([_bytes(tensor)], self._from_leader))
+        self.wait(self.begin_copy_from_leader(tensor))
+
+    def begin_copy_from_leader(self, tensor: Tensor) -> PendingCollective | None:
+        """As `copy_from_leader`. The tensor may be read on other ranks, and written on the leader, after `wait`."""
+        return None if self._is_alone else self._group.broadcast([_bytes(tensor)], self._from_leader)
 
     def send(self, tensor: Tensor, to: int) -> PendingCollective:
         """Sends a contiguous tensor to another rank, which calls `receive`. It must not change before the end."""

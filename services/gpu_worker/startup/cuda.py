@@ -25,7 +25,7 @@ from blockyard.services.gpu_worker.execution.cuda.pooled_attention import Triton
 from blockyard.services.gpu_worker.execution.packed_graphs import PackedGraphs
 from blockyard.services.gpu_worker.execution.pooled_steps import ChunkAttention
 from blockyard.services.gpu_worker.execution.ranks.follower import FollowerNeeds, FollowerSteps
-from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror
+from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror, LeaderModel
 from blockyard.services.gpu_worker.host_link import HostLink, put
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.cpu_offload import Declare, share_of_layers
@@ -77,7 +77,6 @@ class CudaBackend:
         self._compiler: KernelCompiler | None = None  # from `set_up` on
         self._tuner: Tuner | None = None  # has sizes to measure later
         self._tuning: IdleTuning | None = None
-        self._ranks: RankGroup | None = None  # that share the layers of this stage
         self._folder = Path()  # of these ranks alone
 
     def set_up(self, threads: int, processes: CompileProcesses | None) -> str:
@@ -138,7 +137,6 @@ class CudaBackend:
         self._tuner = tuner
 
     def pick_sums(self, model: Model, ranks: RankGroup, config: WorkerConfig, report: StartReport) -> None:
-        self._ranks = ranks
         widths = [linear.shape[1] for linear in model.linears() if linear.is_partial]
         if not config.custom_all_reduce or not widths or not config.stages_within_hosts:
             return
@@ -255,7 +253,9 @@ class CudaBackend:
     def start_steps(self, runner: Runner, config: WorkerConfig, report: StartReport) -> None:
         """Moves the batch to the GPU and captures CUDA graphs. Reports the progress of graphs that are captured
         later."""
-        mirror = None if runner.send is None else DeviceMirror(runner.send, self._ranks)
+        mirror = None
+        if runner.send is not None and isinstance(runner.model, LeaderModel):
+            mirror = DeviceMirror(runner.send, runner.model.ranks, self.link)
         if mirror is not None and self._tuner is not None:
             mirror.install_kernels(self._tuner.installed())
         steps = cuda_steps.start(runner.batch, runner.model, runner.pool, runner.geometry, config, self._tuning, mirror)

@@ -19,7 +19,7 @@ def connect_ranks(
     """Waits for the other ranks. Returns their groups, None if there is one rank, and the settings that fit them."""
     if team is None:
         return None, config
-    ranks = team.connect(partial(connect_groups, backend.connect_ranks))
+    ranks = team.connect(partial(connect_groups, backend.connect_ranks, runs_ahead=backend.link.copies))
     if ranks.everyone.shares_gpu:
         report.note(SHARED_GPU)
         if ranks.everyone.host_waits:

@@ -49,9 +49,9 @@ def prompt() -> list[int]:
     return np.random.default_rng(4).integers(2, VOCAB, sum(CHUNKS)).tolist()
 
 
-def connect(rank: int, size: int, group: Path, num_stages: int = 1) -> RankGroups:
-    """size: ranks of a stage."""
-    return connect_groups(connect_cpus, place_of(rank, size, num_stages), Meeting(group))
+def connect(rank: int, size: int, group: Path, num_stages: int = 1, *, runs_ahead: bool = False) -> RankGroups:
+    """size: ranks of a stage. runs_ahead: with the steps of a GPU."""
+    return connect_groups(connect_cpus, place_of(rank, size, num_stages), Meeting(group), runs_ahead=runs_ahead)
 
 
 def load(

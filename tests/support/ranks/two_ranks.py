@@ -57,13 +57,14 @@ class TwoRanks:
         self.forwards: list[DeviceForward] = []
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
-        ranks = connect(0, size, group, num_stages)
+        ranks = connect(0, size, group, num_stages, runs_ahead=True)
         model, send = self._load(ranks), self._send
         pool = self._pool(model)
         pool.mirror = LeaderPool(send)
         self.runner = Runner(LeaderModel(model, ranks, send), pool, geometry, None, lambda runner: None, send=send)
         if output is None:
-            run_ahead(self.runner, CAPACITY, records_layers=False, masks=False, mirror=DeviceMirror(send))
+            mirror = DeviceMirror(send, ranks, SameMemory())
+            run_ahead(self.runner, CAPACITY, records_layers=False, masks=False, mirror=mirror)
         else:
             attention = TritonChunkAttention(pool, SameMemory(), has_followers=True)
             runner = self.runner
@@ -89,7 +90,7 @@ class TwoRanks:
 
     def _follow(self) -> None:
         try:
-            ranks = connect(1, self._size, self._group, self._num_stages)
+            ranks = connect(1, self._size, self._group, self._num_stages, runs_ahead=True)
             model = self._load(ranks)
             pool = self._pool(model)
             steps = DeviceFollowerSteps(model, pool, ranks, self._geometry, ReferenceOps())

@@ -78,6 +78,8 @@ class CudaSteps:
 
     def reset(self) -> None:
         """Drops all slots. No step may be in flight."""
+        if self.decodes.changes is not None:
+            self.decodes.changes.flush()
         self.slots.reset(self.decodes.ring.step)
 
     def order(self, slots: Ints) -> None:
@@ -133,6 +135,7 @@ class CudaSteps:
             buffers = self._begin(step, size.rows)
             output = self.decodes.forward(size)
             self.decodes.sample(size, output, step.needs_processing)
+            self._send_changes(slots, size.rows)
             scores = self._prompt_logprobs.compute_logits(step.scored, output.logits) if step.scored else []
         edits = self.slots.logits_edits
         if edits.num_logprobs:
@@ -182,10 +185,16 @@ class CudaSteps:
             hidden = output.hidden
             if events is not None:
                 stored = events.stored
+        self._send_changes(rows.slots, descriptor.num_seqs)
         if hidden is None:
             return buffers, stored, ()
         padding = descriptor.num_decodes - num_decodes
         return buffers, stored, self._prompt_logprobs.compute_rows(scored, hidden, num_decodes, padding)
+
+    def _send_changes(self, slots: Ints, num_rows: int) -> None:
+        """Sends followers what the step that is launched changes. num_rows: with padding."""
+        if self.decodes.changes is not None:
+            self.decodes.changes.after_step(self.decodes.ring.step, slots, num_rows)
 
     def _size(self, slots: Ints) -> DecodeSize:
         table = self._batch.slots
@@ -206,6 +215,8 @@ class CudaSteps:
         if not num_rows:
             steps.slots.count_step(steps.ring.step)
         index, values = steps.slots.take()
+        if steps.changes is not None:
+            steps.changes.before_step(steps.ring.step, decodes, index)
         if len(index):
             buffers.write(index, values)
             steps.ops.scatter(steps.slots.state.arena, buffers.pairs, len(index))

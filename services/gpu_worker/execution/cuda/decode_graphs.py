@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,8 +73,9 @@ class MirroredReplay:
     def __init__(self, graph: Replay, key: int, mirror: DeviceMirror) -> None:
         self._graph, self._key, self._mirror = graph, key, mirror
 
-    def replay(self) -> None:
-        self._mirror.replay(self._key)
+    def replay(self, words: bytes = b"") -> None:
+        """words: see `ReplayGraph`."""
+        self._mirror.replay(self._key, words)
         self._graph.replay()
 
     def drop(self) -> None:
@@ -126,6 +128,7 @@ class DecodeSteps:
         self.slots = DeviceSlots(
             state, SLOTS * capacity, vocab, eos_token_ids, self.link, settings.logits_edits, owner_of
         )
+        self.changes = None if mirror is None else mirror.send_changes(state)
         self.ring = ring or PinnedRing(IN_FLIGHT, capacity, self.link)
         self.model, self.pool = model, pool
         self._inputs = StepInputs.make(capacity, device)
@@ -199,20 +202,26 @@ class DecodeSteps:
         self.ops.gather_inputs(state, inputs)
         rows = PagedKVMetadata(inputs.slots, inputs.positions, state.tables)
         max_seq_len = self.ops.fused_decode_max_len(size.rows) if size.short_context else None
-        attend = self.attend(AttentionMetadata(rows, max_seq_len=max_seq_len))
+        attend = self.attend(AttentionMetadata(rows, max_seq_len=max_seq_len), size.rows)
         self.begin_adapters(inputs.slots, is_adapted=size.is_adapted)
         hidden = self.model.forward(Step(inputs.token_ids, inputs.positions, attend))
         return ForwardOutput(hidden, self.model.logits(hidden))
 
-    def attend(self, metadata: AttentionMetadata, layers: LayerRecorder | None = None, words: bytes = b"") -> Attend:
+    def attend(
+        self,
+        metadata: AttentionMetadata,
+        num_gathered: int,
+        layers: LayerRecorder | None = None,
+        words: bytes = b"",
+    ) -> Attend:
         """Builds the attention of a step, of a leader with what followers need to build theirs.
 
-        layers: records which layers are stored. words: see `DeviceForward`.
+        layers: records which layers are stored. num_gathered, words: see `DeviceForward`.
         """
         attend = self.ops.attend(self.pool, metadata)
         if layers is not None:
             attend = layers.around(attend)
-        return attend if self.mirror is None else DeviceAttend(attend, metadata, words)
+        return attend if self.mirror is None else DeviceAttend(attend, metadata, num_gathered, words)
 
     @contextmanager
     def capturing(self, graph: Replay) -> Iterator[Replay]:
@@ -225,11 +234,7 @@ class DecodeSteps:
 
     def begin_adapters(self, slots: Tensor, *, is_adapted: bool) -> None:
         """Tells the model which adapter each row has. slots [rows] int64, below 0: padding. Part of CUDA graphs."""
-        if not is_adapted:
-            self.model.adapter_rows.end()
-            return
-        places = self.slots.state.fields[Field.ADAPTER].index_select(0, slots.clamp(min=0)) - 1
-        self.model.adapter_rows.begin(places.masked_fill(slots < 0, NO_PLACE))
+        begin_adapters(self.model, self.slots.state, slots if is_adapted else None)
 
     def _sample(self, rows: int, output: ForwardOutput, needs_processing: bool) -> None:
         self.sample_rows(self._inputs.first(rows), output.logits, needs_processing)
@@ -257,21 +262,25 @@ class DecodeSteps:
             self.ops.gather_logprobs(logits, inputs.sampled_slots, tokens, edits.num_top, buffers)
         if needs_processing:
             self.ops.copy_logits(logits, inputs, edits.host_row, edits.host_logits)
-        self.ops.advance(self.slots.state, inputs, tokens, best, ready, self._eos, self.ring.results, counts)
+        self._advance(inputs, ready, counts)
 
     def advance(self, inputs: StepInputs, counts: Tensor) -> None:
         """Advances each row's slot by `counts` tokens, where no slot samples."""
-        rows = slice(len(counts))
-        self.ops.advance(
-            self.slots.state,
-            inputs,
-            self._tokens[rows],
-            self._best[rows],
-            self.ready[rows],
-            self._eos,
-            self.ring.results,
-            counts,
-        )
+        self._advance(inputs, self.ready[: len(counts)], counts)
+
+    def _advance(self, inputs: StepInputs, ready: Tensor, counts: Tensor | None) -> None:
+        state, tokens, best = self.slots.state, self._tokens[: len(ready)], self._best[: len(ready)]
+        self.ops.advance(state, inputs, tokens, best, ready, self._eos, self.ring.results, counts)
+        if self.changes is not None:
+            self.ops.collect_changes(state, inputs.slots, self.changes.words)
+
+    def clear_rows(self) -> None:
+        """Makes all rows padding, on all ranks: trial steps touch no KV then."""
+        self.slots.clear_rows()
+        if self.mirror is not None:
+            rows = self.slots.state.row_slots
+            index = np.arange(len(rows), dtype=np.int32) + self.slots.state.offset(rows)
+            self.mirror.scatter(index, np.full(len(rows), -1, np.int32))
 
     def capture(self) -> None:
         """Captures sizes for CAPTURE_S seconds; `capture_one` captures the others."""
@@ -327,7 +336,7 @@ class DecodeSteps:
         return list(self._sizes)
 
     def _capture(self, size: DecodeSize) -> CapturedGraphs:
-        self.slots.clear_rows()  # padding rows touch no KV
+        self.clear_rows()
         output = self._forward(size)
         for needs_processing in SAMPLE_VARIANTS:
             self._sample(size.rows, output, needs_processing)  # compiles and loads its kernels
@@ -353,6 +362,15 @@ class DecodeSteps:
             torch.cuda.synchronize(self.pool.device)
             best = min(best, time.perf_counter() - start)
         return best
+
+
+def begin_adapters(model: Model, state: SlotState, slots: Tensor | None) -> None:
+    """Tells a model which adapter each row has. slots [rows] int64, below 0: padding; None: no row has one."""
+    if slots is None:
+        model.adapter_rows.end()
+        return
+    places = state.fields[Field.ADAPTER].index_select(0, slots.clamp(min=0)) - 1
+    model.adapter_rows.begin(places.masked_fill(slots < 0, NO_PLACE))
 
 
 def num_mask_slots(capacity: int) -> int:
