@@ -4,8 +4,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from torch import Tensor
-
+from blockyard.services.gpu_worker.lora.device.packed_adapter import PackedAdapter
 from blockyard.services.gpu_worker.lora.joined_deltas import JoinedDeltas
 from blockyard.services.gpu_worker.lora.targets import Delta
 from blockyard.services.gpu_worker.lora.token_rows import TokenDeltas
@@ -25,7 +24,7 @@ class HostAdapter:
     long_factor: int = 1  # of the context, and of positions in rotations
     max_len: int = 0  # tokens of its longest sequence; 0: as without it
     added_texts: Sequence[AddedToken] | None = None  # of its own tokenizer; None: prompts are the model's tokenizer's
-    memory: Tensor | None = None  # that all matrices are views of, if they are copied to a device
+    packed: PackedAdapter | None = None  # what a device copies, in the place of deltas and rows
 
     @property
     def num_added(self) -> int:
@@ -34,6 +33,8 @@ class HostAdapter:
 
     @property
     def size_bytes(self) -> int:
+        if self.packed is not None:
+            return self.packed.size_bytes
         found = sum(one.nbytes for deltas in self.deltas.values() for delta in deltas for one in delta.tensors())
         return found + (0 if self.tokens is None else sum(one.nbytes for one in self.tokens.tensors()))
 

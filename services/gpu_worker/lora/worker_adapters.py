@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 PIECES_S = 0.001  # of each poll, or more behind a long step; one piece may take longer
 PIECES_SHARE = 0.05  # of the time since the last poll ...
-MOST_PIECES_S = 0.01  # ... up to this
+MOST_PIECES_S = 0.01  # ... up to this, or always if no step waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class WorkerAdapters:
         self._arranged.clear()
         self._held.clear()
 
-    def poll(self) -> list[LoadedAdapter]:
+    def poll(self, *, is_idle: bool = False) -> list[LoadedAdapter]:
         done: list[LoadedAdapter] = []
         for job, read in self._reader.receive():
             asked = self._asked.pop(job, None)
@@ -111,7 +111,8 @@ class WorkerAdapters:
             else:
                 self._arranged.append(_Arranged(job, adapter, path, read.notes, self._pieces(read)))
         now_s = time.monotonic()
-        end_s = now_s + max(PIECES_S, min(PIECES_SHARE * (now_s - self._polled_s), MOST_PIECES_S))
+        least_s = MOST_PIECES_S if is_idle else PIECES_S
+        end_s = now_s + max(least_s, min(PIECES_SHARE * (now_s - self._polled_s), MOST_PIECES_S))
         while self._arranged and time.monotonic() < end_s:
             if (loaded := self._advance(self._arranged[0])) is not None:
                 self._arranged.popleft()

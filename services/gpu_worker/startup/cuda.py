@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from blockyard.kernels.lora.adapt_embeddings import adapt_embeddings
 from blockyard.kernels.lora.add_adapters import add_adapters
 from blockyard.kernels.lora.add_to_heads import add_to_heads
+from blockyard.kernels.lora.replace_logits import replace_logits
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.choice import check_head_sizes
 from blockyard.services.gpu_worker.attention.packed_attention import PackedProduct
@@ -35,7 +37,8 @@ from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
 from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
 from blockyard.services.gpu_worker.loading.linear_spec import Split
 from blockyard.services.gpu_worker.loading.weights import HostShare
-from blockyard.services.gpu_worker.lora.device_places import AdapterKernels, DevicePlaces
+from blockyard.services.gpu_worker.lora.device.device_places import DevicePlaces
+from blockyard.services.gpu_worker.lora.device.device_products import AdapterKernels
 from blockyard.services.gpu_worker.lora.places import AdapterPlaces
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
 from blockyard.services.gpu_worker.memory import (
@@ -210,7 +213,7 @@ class CudaBackend:
             )
 
     def make_places(self, model: Model, num_places: int, limits: AdapterLimits) -> AdapterPlaces:
-        kernels = AdapterKernels(add_adapters, add_to_heads)
+        kernels = AdapterKernels(add_adapters, add_to_heads, adapt_embeddings, replace_logits)
         return DevicePlaces(model, num_places, limits, kernels, self.device, self.link)
 
     def offload_notes(self, config: WorkerConfig) -> list[str]:

@@ -242,8 +242,9 @@ def start(
         eos_token_ids=geometry.eos_token_ids,
         graph_sizes=config.graph_sizes,
         logits_edits=config.run_ahead_penalties,
+        num_extra_tokens=geometry.num_extra_tokens,
         serves_adapters=config.lora is not None,
-        masks=share_masks(batch.matchers, num_mask_slots(geometry.max_num_seqs), pool.device),
+        masks=share_masks(batch.matchers, num_mask_slots(geometry.max_num_seqs), geometry.vocab_size, pool.device),
     )
     decodes = DecodeSteps(model, pool, settings, make_device_ops(pool, config.fused_steps), mirror=mirror)
     if pool.device.type == "cuda" and not pool.batch_invariant:

@@ -19,7 +19,9 @@ from blockyard.kernels.moe.route_experts import route_experts
 from blockyard.kernels.moe.routing import Routing
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.moe import expert_configs
+from blockyard.services.gpu_worker.layers.moe.adaptable_experts import AdaptableExperts
 from blockyard.services.gpu_worker.layers.moe.expert_configs import ExpertConfig, ExpertShape
+from blockyard.services.gpu_worker.layers.moe.expert_matrices import ExpertMatrix
 from blockyard.services.gpu_worker.layers.moe.expert_products import find_product
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertWeights
 
@@ -41,12 +43,16 @@ class GroupedExperts:
         takes_prefill = self.is_on_device and all(one.takes_prefill for one in both)  # TMA cannot read host memory
         form = " ".join(dict.fromkeys(one.form for one in both))
         self._own, self._num_own = weights.own, weights.num_own(routing)
+        self._adaptable = AdaptableExperts(weights, self._num_own, gate, *both)
         self.shape = ExpertShape(self._num_own, routing.top_k, hidden, inner, takes_prefill, form)
         self._measured: Mapping[int, ExpertConfig] = {}
         self._invariant = expert_configs.batch_invariant(self.shape)
 
     def linears(self) -> list[Linear]:
         return []
+
+    def matrices(self) -> list[ExpertMatrix]:
+        return self._adaptable.matrices
 
     def tensors(self) -> list[Tensor]:
         return self._tensors
@@ -59,7 +65,8 @@ class GroupedExperts:
         return route_experts(logits, self._routing, bias, factors)
 
     def fuses_norm(self, rows: int) -> bool:
-        return not self._gate_up.rounds_inputs and self._config(rows).kernel == "skinny"
+        is_plain = not self._gate_up.rounds_inputs and not self._adaptable.is_active
+        return is_plain and self._config(rows).kernel == "skinny"
 
     def _config(self, rows: int) -> ExpertConfig:
         return expert_configs.pick(self.shape, rows, self._measured)
@@ -74,9 +81,15 @@ class GroupedExperts:
         residual: Tensor | None = None,
         norm: RMSNorm | None = None,
     ) -> Tensor | None:
-        config = self._invariant if batch_invariant else self._config(len(x))
         if self._own is not None:
             experts, weights = of_rank(experts, weights, self._own)
+        if self._adaptable.is_active:
+            config = self._invariant
+            if not batch_invariant:
+                config = expert_configs.pick_unfused(self.shape, len(x), self._measured)
+            pairs = self._adaptable.multiply(config, x, experts, self._scales(weights), self._load)
+            return combine_experts(pairs, self._routing.top_k, shared)
+        config = self._invariant if batch_invariant else self._config(len(x))
         return self._forward(config, x, experts, weights, shared, self._load, residual, norm)
 
     def forward_with(

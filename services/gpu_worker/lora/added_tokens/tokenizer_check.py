@@ -1,5 +1,6 @@
 """Reads the tokenizer in an adapter's folder, and checks that the ids of the model's tokenizer keep their meaning."""
 
+import threading
 from hashlib import blake2b
 from pathlib import Path
 
@@ -31,15 +32,17 @@ class TokenizerCheck:
         self._path = model_tokenizer
         self._tokens: dict[str, int] = {}
         self._digest = b""
+        self._lock = threading.Lock()  # several threads read folders
 
     def read(self, folder: Path) -> AdapterTexts | None:
         """None: the folder has no tokenizer, or the model's own with its chat templates."""
         if not any((folder / name).is_file() for name in TOKENIZERS):
             return None
         try:
-            if not self._tokens:
-                model = tokenizer_files.load(self._path)
-                self._tokens, self._digest = model.tokenizer.get_vocab(with_added_tokens=True), _digest(model)
+            with self._lock:
+                if not self._tokens:
+                    model = tokenizer_files.load(self._path)
+                    self._tokens, self._digest = model.tokenizer.get_vocab(with_added_tokens=True), _digest(model)
             own = tokenizer_files.load(folder)
         except LoadError as e:
             return AdapterTexts([], problem=str(e))
