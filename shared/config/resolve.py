@@ -262,7 +262,7 @@ def worker(of_role: WorkersOfRole, model: Checkpoint, process: ProcessConfig) ->
             "fit_max_model_len": values["max-model-len"] == "auto",
             "swap_space_gib": host_memory.swap_space(values),
             "kv_transfer": msgspec.to_builtins(kv_transfer.worker_config(values, of_role.role, process.bus)),
-            "lora": msgspec.to_builtins(adapters.worker_config(values)),
+            "lora": msgspec.to_builtins(adapters.worker_config(values, model.adapters)),
             "prompts": msgspec.to_builtins(adapters.prompt_config(values)),
             **worker_fields.seq_fields(values),
             **worker_fields.graph_fields(values),

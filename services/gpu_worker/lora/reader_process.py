@@ -59,7 +59,8 @@ def serve(frames: FrameSocket[ToReader]) -> None:
     """Answers until the worker has closed the socket."""
     threads = ReaderThreads()
     while frames.is_open:
-        select.select([frames.sock, threads.wakes], [frames.sock] if frames.has_unsent else [], [])
+        sock = frames.sock.fileno()
+        select.select([sock, threads.wakes], [sock] if frames.has_unsent else [], [])
         for frame in frames.receive():
             if isinstance(frame, ReaderSettings):
                 threads.start(frame)

@@ -44,6 +44,7 @@ class AdapterSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     path: str
     parent: str = ""  # shown as its base; empty: the first served name
     is_prompt: bool = False  # a prompt adapter; False: a LoRA adapter
+    has_experts: bool = False  # it changes experts of a mixture, as far as the launcher knows
 
 
 class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -1,8 +1,12 @@
 """Adapters in the memory of a device, in the steps of a GPU with its operations in plain torch."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import reference_experts
 import torch
 from device_adapters import KERNELS, start_on
 from peft_adapters import Batch, load_adapters, save_adapter
@@ -12,11 +16,13 @@ from slot_plans import greedy, prompt_of
 from tiny_models import BY_NAME, start
 
 from blockyard.services.gpu_worker.host_link import SameMemory
+from blockyard.services.gpu_worker.lora.device import packed_adapter
 from blockyard.services.gpu_worker.lora.device.device_places import DevicePlaces, TokenSizes, place_size
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
 from blockyard.services.gpu_worker.lora.targets import ModelTargets, layer_shares
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.config.services.lora import LoraConfig
+from blockyard.shared.errors import AdapterError
 from blockyard.shared.messages import AdapterPlaced
 
 LORA = LoraConfig(max_loras=2, max_cpu_loras=3, max_rank=16)
@@ -93,3 +99,85 @@ def test_a_place_holds_the_largest_adapter_and_an_adapter_its_own_bytes(folders:
     assert places.size_bytes == 2 * 4 * (place_size(linears, shares, LIMITS) + of_tokens)
     small = AdapterLimits(dtype=torch.float32, max_rank=16, target_modules=("q_proj",))
     assert place_size(linears, shares, small) == 3 * 16 * (64 + 64) + (3 * 64 if small.with_bias else 0)
+
+
+class RecordedLink(SameMemory):
+    """A link whose streams write down what they are asked to do."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log, self.sizes = log, list[int]()
+
+    def host_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        made = super().host_tensor(shape, dtype)
+        self.sizes.append(made.nbytes)
+        return made
+
+    def stream(self) -> "RecordedLink":
+        return self
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        self.log.append("copy")
+        yield
+        self.log.append("copied")
+
+    def event(self) -> "RecordedLink":
+        return self
+
+    def record(self) -> None:
+        self.log.append("record")
+
+    def hold_steps(self) -> None:
+        self.log.append("hold")
+
+
+def test_an_adapter_is_packed_in_chunks_and_copied_beside_the_steps(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A matrix may lie in two chunks."""
+    monkeypatch.setattr(packed_adapter, "CHUNK_BYTES", 4 * 1000)
+    runner, link = start(folders[0]), RecordedLink([])
+    model = runner.model
+    places = DevicePlaces(model, 2, LIMITS, KERNELS, torch.device("cpu"), link)  # type: ignore[arg-type]
+    adapter = read_adapter(folders[1], ModelTargets(model), EXACT)
+    held = finished(places.prepare(adapter))
+    assert held.packed is not None and {one.nbytes for one in held.packed.chunks[:-1]} == {4000}
+    assert max(link.sizes) <= max(4000, held.packed.offsets.nbytes) and not held.deltas
+    places.put(1, held)
+    assert link.log == ["copy", "copied", "record", "hold"]
+    memory, first, entry = places._memory, places.size_bytes // 8, 0
+    for layer, share in enumerate(places._shares):
+        for delta in adapter.deltas.get(layer, ()):
+            at = entry + share.starts.index(delta.start)
+            for i, matrix in enumerate((delta.a, delta.b)):
+                assert matrix is not None
+                begin = first + int(places._offsets[1, at, i])
+                assert torch.equal(memory[begin : begin + matrix.numel()], matrix.flatten())
+            assert int(places._ranks[1, at]) == delta.rank
+        entry += len(share.sizes)
+    assert not memory[:first].any() and not places._ranks[0].any(), "the other place is as it was"
+
+
+def test_what_has_no_room_in_a_place_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference_experts.use(monkeypatch)
+    fields = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"], "r": 3}
+    save_adapter(BY_NAME["qwen3-moe"].save(tmp_path / "base"), tmp_path / "adapter", **fields)
+    model = start(tmp_path / "base").model
+    adapter = read_adapter(tmp_path / "adapter", ModelTargets(model), EXACT)
+    small = replace(LIMITS, target_modules=("q_proj",))
+    without = DevicePlaces(model, 1, small, KERNELS, torch.device("cpu"), SameMemory())
+    for limits, cause in (
+        (replace(LIMITS, with_experts=False), r"experts.0.down_proj, for which places on the device have no room"),
+        (
+            replace(LIMITS, max_rank=1, target_modules=("q_proj", "down_proj")),
+            r"takes \d+\.\d MiB on the device, a place has 0\.\d MiB",
+        ),
+        (replace(LIMITS, target_modules=("q_proj", "experts")), ""),
+    ):
+        places = DevicePlaces(model, 1, limits, KERNELS, torch.device("cpu"), SameMemory())
+        if cause:
+            with pytest.raises(AdapterError, match=cause):
+                finished(places.prepare(adapter))
+        else:
+            places.put(0, finished(places.prepare(adapter)))
+    assert without.size_bytes < places.size_bytes, "experts take room only where they may be changed"
