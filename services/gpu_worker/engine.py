@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ from blockyard.services.gpu_worker.parallel.loading_slots import loading_slot
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.parallel.shares import WHOLE, Shard
 from blockyard.services.gpu_worker.parallel.stages import Stage
-from blockyard.services.gpu_worker.parallel.team import RankGroups, RankTeam, SendCommand, connect_groups, naming_leader
+from blockyard.services.gpu_worker.parallel.team import RankGroups, RankTeam, SendCommand, naming_leader
 from blockyard.services.gpu_worker.pooling.output import PoolingOutput
 from blockyard.services.gpu_worker.pooling.selection import choose_output
 from blockyard.services.gpu_worker.prompt_adapters.adapter_hosts import (
@@ -53,6 +52,7 @@ from blockyard.services.gpu_worker.prompt_adapters.adapter_hosts import (
 )
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.startup.backend import Backend, pick_backend
+from blockyard.services.gpu_worker.startup.rank_connection import connect_ranks
 from blockyard.services.gpu_worker.startup.stage_choice import choose_stage, describe_stage, make_stage_model
 from blockyard.services.gpu_worker.startup.start_report import StartReport, Throttle
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
@@ -181,7 +181,7 @@ def load(
         stage = choose_stage(whole, team, config, backend.free_bytes(config), kv_dtype)
     with naming_leader(team):
         share = check(build, settings, whole, config, backend, stage)
-    ranks = None if team is None else team.connect(partial(connect_groups, backend.connect_ranks))
+    ranks, config = connect_ranks(config, team, backend, report)
     table = make_table(config, dtype, backend, share, shard, ranks)
     if stage is not None:
         table.stage, table.whole = stage, whole.table
