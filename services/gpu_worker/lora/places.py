@@ -48,8 +48,9 @@ class AdapterPlaces(Protocol):
     def size_bytes(self) -> int:
         """Memory of the device."""
 
-    def prepare(self, adapter: HostAdapter) -> Generator[None, None, HostAdapter]:
-        """Moves an adapter to the host memory that `put` takes, in pieces between steps. Raises AdapterError."""
+    def prepare(self, adapter: HostAdapter) -> Generator[bool, None, HostAdapter]:
+        """Moves an adapter to the host memory that `put` takes, in pieces between steps. Yields whether the next piece
+        can be computed now, or waits for a thread. Raises AdapterError."""
 
     def put(self, place: int, adapter: HostAdapter) -> None:
         """The adapter of the plans that are launched from here on. No step in flight reads the place."""

@@ -130,7 +130,7 @@ class ModelTargets:
 
     def arrange(
         self, modules: Sequence[ModuleTensors], dtype: torch.dtype, config: AdapterConfig, max_rank: int = MAX_RANK
-    ) -> Generator[None, None, dict[int, list[Delta]]]:
+    ) -> Generator[bool, None, dict[int, list[Delta]]]:
         """Returns the deltas of each layer by its index, in `dtype`, one matrix at a time. Raises AdapterError.
 
         max_rank: of one expert of a stack. Modules of layers that other ranks have are left to them.
@@ -142,12 +142,12 @@ class ModelTargets:
             if module.is_stack:
                 for layer, delta in self._stack_deltas(module, dtype, config, max_rank):
                     found.setdefault(layer, []).append(delta)
-                    yield
+                    yield True
                 continue
             target = self.find(module.name)
             if target is not None and (own := self._delta(target, module, dtype)) is not None:
                 found.setdefault(target.layer, []).append(own)
-            yield
+            yield True
         return found
 
     def _has(self, module: ModuleTensors) -> bool:

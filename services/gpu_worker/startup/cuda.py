@@ -291,14 +291,15 @@ class CudaBackend:
         override, kv_bytes = config.num_gpu_blocks_override, config.kv_cache_memory_bytes
         tokens = min(config.max_num_batched_tokens, need.max_model_len)
         try:
-            peak = peak_bytes(model, tokens, need, kv_dtype, self.device)
+            has_adapters = config.lora is not None
+            peak = peak_bytes(model, tokens, need, kv_dtype, self.device, has_adapters=has_adapters)
             graphs, penalties = cuda_steps.graph_bytes(
                 model,
                 need,
                 kv_dtype,
                 config.run_ahead_penalties,
                 captures=not config.enforce_eager,
-                has_adapters=config.lora is not None,
+                has_adapters=has_adapters,
             )
         except torch.OutOfMemoryError as e:
             raise LoadError(

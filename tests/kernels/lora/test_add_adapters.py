@@ -121,9 +121,9 @@ for rows, rank in ((1, 16), (64, 16), (2048, 512)):
     arena, offsets = torch.zeros(64).bfloat16(), torch.zeros(8, 3, 3).long()
     table = AdapterTable(arena, offsets, ints(8, 3), ints(3), ints(3), 4096, rank)
     file.add_adapters(torch.zeros(rows, 4096).bfloat16(), ints(rows), table, torch.zeros(rows, 6144).bfloat16())
-    table = AdapterTable(arena, offsets.repeat(1, 64, 1), ints(8, 192), ints(3), ints(3), 768, rank)
-    x, out, weights = torch.zeros(rows, 2048).bfloat16(), torch.zeros(rows * 8, 1536).bfloat16(), torch.zeros(rows, 8)
-    file.add_adapters(x, ints(rows), table, out, experts=ints(rows, 8), weights=weights)
+table = AdapterTable(arena, offsets.repeat(1, 64, 1), ints(8, 192), ints(3), ints(3), 768, 16, place_size=1 << 30)
+x, out, weights = torch.zeros(64, 2048).bfloat16(), torch.zeros(512, 1536).bfloat16(), torch.zeros(64, 8)
+file.add_adapters(x, ints(64), table, out, experts=ints(64, 8), weights=weights)
 """
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 from torch import Tensor
@@ -31,8 +32,13 @@ class ExpertMatrix:
 
     def __init__(self, method: ExpertMethod, stored: ExpertSpec | None, experts: range) -> None:
         """stored: None: they have no names. experts: those that the weight has."""
-        self.method, self.specs = method, expert_specs(method, stored, experts)
+        self.method, self._stored, self._experts = method, stored, experts
         self._adapted: AdaptedExperts | None = None
+
+    @cached_property
+    def specs(self) -> Sequence[LinearSpec]:
+        """Of each expert. Only workers with adapters ask for them."""
+        return expert_specs(self.method, self._stored, self._experts)
 
     def experts(self) -> list["AdaptableExpert"]:
         return [AdaptableExpert(self, i) for i in range(len(self.specs))]

@@ -5,6 +5,7 @@ they do in host memory, and tables say where each one begins.
 """
 
 from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -74,6 +75,7 @@ class DevicePlaces:
         self._own_ranks = torch.zeros((*entries, 2), dtype=torch.int32, device=device)
         self._embedding = self._token_table(self._tokens.most_embedding) if self._tokens.has_embedding else None
         self._head = self._token_table(self._tokens.most_head) if self._tokens.head_layer is not None else None
+        self._copier = ThreadPoolExecutor(1, "adapters")  # to pinned memory, while steps go on
         self._copies = link.stream()
         self._copied = self._copies.event()
         self._adapt_layers(limits.max_rank)
@@ -84,7 +86,7 @@ class DevicePlaces:
     def size_bytes(self) -> int:
         return self._memory.nbytes
 
-    def prepare(self, adapter: HostAdapter) -> Generator[None, None, HostAdapter]:
+    def prepare(self, adapter: HostAdapter) -> Generator[bool, None, HostAdapter]:
         """Moves all matrices to memory from which the device copies while the host goes on. Raises AdapterError for
         what has no room in a place."""
         tokens = adapter.tokens or TokenDeltas()
@@ -102,13 +104,16 @@ class DevicePlaces:
             for delta in of_layer:
                 part = share.starts.index(delta.start)
                 entries.set(self._firsts[layer] + part, share.sizes[part:], delta, packer)
-            yield
+            yield True
         tables: list[PackedTokens | None] = []
         for table, own, pair in ((self._embedding, rows, matrices), (self._head, head, None)):
             most = 0 if table is None else table.token_ids.shape[1]
-            packed = yield from pack_tokens(own, pair, most, packer, self._link)
+            packed = pack_tokens(own, pair, most, packer, self._link)
             tables.append(None if table is None else packed)
-        of_device = PackedAdapter(packer.chunks, *entries.on_host(self._link), *tables)
+        copied = self._copier.submit(packer.copy)
+        while not copied.done():
+            yield False
+        of_device = PackedAdapter(copied.result(), *entries.on_host(self._link), *tables)
         kept = None if adapter.tokens is None else TokenDeltas(num_added=tokens.num_added)
         return replace(adapter, deltas={}, tokens=kept, packed=of_device)
 
@@ -210,6 +215,7 @@ class TokenSizes:
         self.most_head = limits.max_rows + self.num_extra
         self.vocab_size = model.shape.vocab_size
         self._width = 0 if embedding is None else embedding.weight.shape[1]
+        self._head_width = 0 if head is None else model.linears()[head.layer].spec.in_features
         self._num_tokens = 0 if embedding is None else len(embedding.own_tokens)
 
     def place_size(self, limits: AdapterLimits) -> int:
@@ -219,7 +225,7 @@ class TokenSizes:
             total += aligned(self.most_embedding * self._width) + aligned(limits.max_rank * self._width)
             total += aligned(limits.max_rank * (self._num_tokens + self.num_extra))
         if self.head_layer is not None:
-            total += aligned(self.most_head * self._width)
+            total += aligned(self.most_head * self._head_width)
         return total
 
 

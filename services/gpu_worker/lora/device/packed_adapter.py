@@ -1,6 +1,6 @@
 """An adapter in host memory from which a device copies, and where its matrices begin."""
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,27 +41,39 @@ class PackedAdapter:
 
 
 class AdapterPacker:
-    """Moves tensors into memory that a device copies from."""
+    """Moves tensors into memory that a device copies from.
+
+    A thread may `copy`: it copies a chunk in one call, which leaves the interpreter to the steps.
+    """
 
     def __init__(self, link: HostLink, dtype: torch.dtype, total: int) -> None:
         """total: elements of all, each `aligned`."""
         self._link, self._dtype, self._total, self._end = link, dtype, total, 0
         self._chunk_size = CHUNK_BYTES // dtype.itemsize
-        self.chunks: list[Tensor] = []
+        self._pieces: list[list[Tensor]] = [[] for _ in range(-(-total // self._chunk_size))]  # of each chunk
+        self._gap = torch.zeros(ALIGNED, dtype=dtype)
 
     def add(self, tensor: Tensor) -> int:
-        """Copies a tensor behind the others. Returns its first element."""
-        first, flat, done = self._end, tensor.flatten(), 0
-        self._end += aligned(len(flat))
-        while done < len(flat):
-            number, start = divmod(first + done, self._chunk_size)
-            if number == len(self.chunks):
-                size = min(self._chunk_size, self._total - number * self._chunk_size)
-                self.chunks.append(self._link.host_tensor((size,), self._dtype))
-            count = min(len(flat) - done, self._chunk_size - start)
-            self.chunks[number][start : start + count].copy_(flat[done : done + count])
-            done += count
+        """Puts a tensor behind the others. Returns its first element."""
+        first, count = self._end, tensor.numel()
+        for part in (tensor.flatten(), self._gap[: aligned(count) - count]):
+            done = 0
+            while done < len(part):
+                number, start = divmod(self._end, self._chunk_size)
+                step = min(len(part) - done, self._chunk_size - start)
+                self._pieces[number].append(part[done : done + step])
+                done, self._end = done + step, self._end + step
         return first
+
+    def copy(self) -> list[Tensor]:
+        """Returns the chunks, once all tensors are there."""
+        assert self._end == self._total, f"{self._end} elements of {self._total}"
+        chunks: list[Tensor] = []
+        for pieces in self._pieces:
+            chunk = self._link.host_tensor((sum(map(len, pieces)),), self._dtype)
+            chunks.append(torch.cat(pieces, out=chunk))
+            pieces.clear()
+        return chunks
 
 
 class PackedEntries:
@@ -94,7 +106,7 @@ class PackedEntries:
 def pack_tokens(
     rows: Sequence[tuple[Tensor, Tensor]], matrices: tuple[Tensor, Tensor] | None, most: int, packer: AdapterPacker,
     link: HostLink,
-) -> Generator[None, None, PackedTokens]:  # fmt: skip
+) -> PackedTokens:  # fmt: skip
     """rows: tokens [n] and their rows [n, width], one behind the other. matrices: A [tokens, rank] and B [width, rank].
     most: rows that the table has."""
     columns, ids = np.zeros(COLUMNS, np.int64), np.full(most, -1, np.int32)
@@ -102,11 +114,9 @@ def pack_tokens(
         tokens, values = (torch.cat(parts) for parts in zip(*rows, strict=True))
         ids[: len(tokens)] = tokens.numpy()
         columns[:2] = len(tokens), packer.add(values)
-        yield
     if matrices is not None:
         a, b = matrices
         columns[2:] = a.shape[1], packer.add(a), packer.add(b)
-        yield
     return PackedTokens(on_host(columns, link), on_host(ids, link))
 
 

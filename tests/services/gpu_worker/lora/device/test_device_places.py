@@ -11,15 +11,20 @@ import torch
 from device_adapters import KERNELS, start_on
 from peft_adapters import Batch, load_adapters, save_adapter
 from placed_adapters import EXACT, finished, read_adapter
-from reference_ops import run_ahead
+from reference_ops import ReferenceOps, run_ahead
 from slot_plans import greedy, prompt_of
-from tiny_models import BY_NAME, start
+from tiny_models import BY_NAME, settings, start
 
+from blockyard.kernels.lora.adapter_tokens import adapt_embeddings_reference, replace_logits_reference
+from blockyard.kernels.lora.add_to_heads import add_to_heads_reference
+from blockyard.services.gpu_worker.compilation import record_kernels
 from blockyard.services.gpu_worker.host_link import SameMemory
 from blockyard.services.gpu_worker.lora.device import packed_adapter
 from blockyard.services.gpu_worker.lora.device.device_places import DevicePlaces, TokenSizes, place_size
+from blockyard.services.gpu_worker.lora.device.device_products import AdapterKernels
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
 from blockyard.services.gpu_worker.lora.targets import ModelTargets, layer_shares
+from blockyard.services.gpu_worker.memory import KVMemoryNeed
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.config.services.lora import LoraConfig
 from blockyard.shared.errors import AdapterError
@@ -181,3 +186,27 @@ def test_what_has_no_room_in_a_place_is_refused(tmp_path: Path, monkeypatch: pyt
         else:
             places.put(0, finished(places.prepare(adapter)))
     assert without.size_bytes < places.size_bytes, "experts take room only where they may be changed"
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["without", "with"])
+def test_kernels_of_steps_with_adapters_are_recorded(
+    lora: LoraConfig | None, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the start, so that the first request with an adapter waits for no compiler."""
+    runner, seen = start(folders[0], lora=lora), list[int]()
+    monkeypatch.setattr(record_kernels, "make_device_ops", lambda pool, fused_steps: ReferenceOps())
+
+    def add(x: torch.Tensor, *arguments: object) -> None:
+        seen.append(len(x))
+
+    if lora is not None:
+        with torch.inference_mode():
+            kernels = AdapterKernels(add, add_to_heads_reference, adapt_embeddings_reference, replace_logits_reference)  # type: ignore[arg-type]
+            DevicePlaces(runner.model, 2, LIMITS, kernels, torch.device("cpu"), SameMemory())
+    config = settings(folders[0], lora=lora, max_num_seqs=4, max_num_batched_tokens=16)
+    need = KVMemoryNeed(
+        block_size=8, block_bytes=1024, max_model_len=64, max_num_seqs=4, max_step_tokens=16, batch_invariant=True
+    )
+    with torch.inference_mode():
+        record_kernels._launch_steps(runner.model, need, torch.float32, 1, config)
+    assert set(seen) == ({1, 4, 16} if lora is not None else set())
