@@ -37,6 +37,10 @@ class AdapterTable:
         return self.starts.shape[0]
 
     @property
+    def num_experts(self) -> int:
+        return self.ranks.shape[1] // self.num_parts
+
+    @property
     def place_stride(self) -> int:
         """Entries from one place to the next."""
         return self.ranks.stride(0)
@@ -75,7 +79,11 @@ def add_adapters_reference(
     starts, sizes = table.starts.tolist(), table.sizes.tolist()
     h, own = torch.zeros(len(out), table.num_parts, table.max_rank, device=x.device), len(out) // max(len(places), 1)
     chosen = [0] * len(out) if experts is None else experts.flatten().tolist()
-    of_pair = [(places.tolist()[pair // own], chosen[pair] * table.num_parts) for pair in range(len(out))]
+    places_of = [
+        place if 0 <= expert < table.num_experts else -1
+        for expert, place in zip(chosen, places.repeat_interleave(own).tolist(), strict=True)
+    ]
+    of_pair = [(place, expert * table.num_parts) for place, expert in zip(places_of, chosen, strict=True)]
     for pair, (place, entry) in enumerate(of_pair):
         for part in range(table.num_parts if place >= 0 else 0):
             first, count = 0, int(table.ranks[place, entry + part])

@@ -24,11 +24,16 @@ _OUTPUTS = 128
 def find_entry(
     places_ptr, experts_ptr, pair, part, pairs_of_row, parts, place_stride, place_size, arena_ptr, EXPERTS: tl.constexpr
 ):  # fmt: skip
-    """The place of a pair's row, the index of its entry, and where the memory of the place begins."""
+    """The place of a pair's row, the index of its entry, and where the memory of the place begins.
+
+    The place is below 0 if the pair's expert is none of so many.
+    """
     place = tl.load(places_ptr + pair // pairs_of_row).to(tl.int64)
     entry = place * place_stride + part
     if EXPERTS:
-        entry += tl.load(experts_ptr + pair).to(tl.int64) * parts
+        expert = tl.load(experts_ptr + pair).to(tl.int64)
+        entry += expert * parts
+        place = tl.where((expert >= 0) & (expert < EXPERTS), place, -1)
     return place, entry, arena_ptr + place * place_size
 
 
@@ -128,8 +133,9 @@ def add_adapters(
     must fit the table: not checked on the device. Raises ValueError for other shapes. between: adds what several GPUs
     have between the two products, [rows, parts, max_rank] float32; None: this one has all.
 
-    Of a layer of experts, experts [rows, top_k] int32 are those of each row, out [pairs, outputs] has a row for each of
-    them, x is [rows, in] or [pairs, in], and weights [rows, top_k] float32 multiply what is added; None: nothing does.
+    Of a layer of experts, experts [rows, top_k] int32 are those of each row, a number behind them all for none, out
+    [pairs, outputs] has a row for each of them, x is [rows, in] or [pairs, in], and weights [rows, top_k] float32
+    multiply what is added; None: nothing does.
     """
     table.check(x, places, out, experts)
     (pairs, inputs), parts = (len(out), x.shape[1]), table.num_parts
@@ -140,11 +146,12 @@ def add_adapters(
     make = torch.empty if between is None else torch.zeros  # of numbers that other GPUs have, it adds zeros
     h = make((pairs, parts, table.max_rank), dtype=torch.float32, device=x.device)
     has_own, own = table.own_ranks is not None, table.ranks if table.own_ranks is None else table.own_ranks
-    chosen, has_experts, pdl = places if experts is None else experts, experts is not None, supports_pdl(x.device)
+    chosen, num_experts = (places, 0) if experts is None else (experts, table.num_experts)
+    pdl = supports_pdl(x.device)
     shrink_kernel[pairs, parts, ceil_div(table.max_rank, _RANKS)](
         x, places, chosen, table.arena, table.offsets, table.ranks, own, h, x.stride(0), inputs, parts, table.max_rank,
         pairs // len(x), pairs // len(places), table.place_stride, table.place_size,
-        OFFSETS=OFFSETS, RANKS=_RANKS, INPUTS=_INPUTS, OWN=has_own, EXPERTS=has_experts, PDL=pdl, **pdl_options(pdl),
+        OFFSETS=OFFSETS, RANKS=_RANKS, INPUTS=_INPUTS, OWN=has_own, EXPERTS=num_experts, PDL=pdl, **pdl_options(pdl),
     )  # fmt: skip
     if between is not None:
         h = between(h)
@@ -152,6 +159,6 @@ def add_adapters(
         h, places, chosen, h if weights is None else weights, table.arena, table.offsets, table.ranks, table.starts,
         table.sizes, out, out.stride(0), parts, table.max_rank, pairs // len(places), table.place_stride,
         table.place_size,
-        OFFSETS=OFFSETS, RANKS=_RANKS, OUTPUTS=_OUTPUTS, EXPERTS=has_experts, WEIGHTS=weights is not None, PDL=pdl,
+        OFFSETS=OFFSETS, RANKS=_RANKS, OUTPUTS=_OUTPUTS, EXPERTS=num_experts, WEIGHTS=weights is not None, PDL=pdl,
         **pdl_options(pdl),
     )  # fmt: skip

@@ -20,7 +20,7 @@ from blockyard.kernels.int_math import ceil_div
 from blockyard.kernels.programmatic_launch import pdl_options
 from blockyard.kernels.quantized.block_weights import BLOCK, BlockWeights
 from blockyard.kernels.quantized.unpack_assembly import unpack_assembly
-from blockyard.kernels.quantized.unpack_tiles import scale_numbers
+from blockyard.kernels.quantized.unpack_tiles import less_zeros, scale_numbers
 
 MAX_ROWS = 16
 HALF = 64  # bytes of the codes of one output in a block, and inputs of each half
@@ -129,14 +129,6 @@ def _halves(codes, DTYPE: gl.constexpr, ASM: gl.constexpr):
 
 
 @gluon.jit
-def _less_zeros(number, zero, WHOLE: gl.constexpr):
-    if WHOLE:
-        return number - gl.expand_dims(zero, 2).to(number.dtype)
-    else:  # noqa: RET505, only one branch is compiled
-        return (number.to(gl.float32) - gl.expand_dims(zero, 2)).to(number.dtype)
-
-
-@gluon.jit
 def _add_step(
     total, tiles, x_ptr, step, rows, size,
     C: gl.constexpr, WARPS: gl.constexpr, ROW_TILE: gl.constexpr, SUB: gl.constexpr, GROUP: gl.constexpr,
@@ -151,8 +143,8 @@ def _add_step(
     for i in gl.static_range(PIECES):
         low, high = _halves(codes[i], DTYPE, ASM)
         if ZEROS:
-            low = _less_zeros(low, zeros[0 if WHOLE_BLOCK else i], WHOLE)
-            high = _less_zeros(high, zeros[0 if WHOLE_BLOCK else PIECES + i], WHOLE)
+            low = less_zeros(low, zeros[0 if WHOLE_BLOCK else i], WHOLE)
+            high = less_zeros(high, zeros[0 if WHOLE_BLOCK else PIECES + i], WHOLE)
         below = _load_x(x_ptr, step, rows, size, i * SUB, C, WARPS, ROW_TILE, SUB, EVEN)
         above = _load_x(x_ptr, step, rows, size, 64 + i * SUB, C, WARPS, ROW_TILE, SUB, EVEN)
         if not SCALES:

@@ -1,10 +1,11 @@
 """What a rank of several has of a model, and how ranks exchange what they have computed.
 
 - `shares`: which heads, rows or inputs a rank has. `stages`: which layers a pipeline stage has. Pure functions.
+- `expert_balance`: which experts trade places, so that ranks have about equal loads. Pure functions, too.
 - `Meeting`: where ranks find each other's addresses: in a file on one host, at the leader's store on several.
 - `RankGroup`: the collectives of a group of ranks: gloo between CPUs, NCCL between GPUs. `RankGroups`: those of a rank.
-- `collectives`: what carries them. Ranks that share a GPU, for checks, exchange through host memory, or if there are two
-  by kernels (`peer_collectives`).
+- `collectives`: what carries them. Ranks that share a GPU, for checks, exchange through host memory, or if there are
+  two by kernels (`peer_collectives`).
 - `PeerMemory`: buffers of GPUs of one host that kernels of all ranks write to (kernels/all_reduce). `PeerSums` sums by
   these kernels, or by torch's (`SymmetricSums`), where `sum_table` says that they are quicker than NCCL: the leader
   measures it at the start (`SumMeasurement`).

@@ -151,6 +151,20 @@ class RankGroup:
         if not self._is_alone:
             self.wait(self._group.recv([_bytes(tensor)], of, 0))
 
+    def exchange(self, tensors: Sequence[Tensor], peer: int) -> list[Tensor]:
+        """Sends contiguous tensors to another rank, and returns what it sends: as many, of the same shapes.
+
+        Of two ranks alone: both call it. The lower one sends first, so that neither waits for the other's receive.
+        """
+        received = [torch.empty_like(one) for one in tensors]
+        for is_sending in (self.rank < peer, self.rank > peer):
+            for one, other in zip(tensors, received, strict=True):
+                if is_sending:
+                    self.wait(self.send(one, peer))
+                else:
+                    self.receive(other, peer)
+        return received
+
     @property
     def is_alone(self) -> bool:
         return self._is_alone

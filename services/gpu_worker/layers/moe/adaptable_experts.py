@@ -25,7 +25,7 @@ class AdaptableExperts:
         self, weights: ExpertWeights, num_experts: int, gate: Gate, gate_up: ExpertProduct, down: ExpertProduct
     ) -> None:
         """num_experts: of this rank. gate_up, down: the products of `weights`."""
-        own = range(num_experts) if weights.own is None else weights.own
+        own = range(num_experts) if weights.places is None else weights.places.first
         stored = weights.specs or (None, None)
         methods = (weights.gate_up, weights.down)
         self.matrices = [ExpertMatrix(*one, own) for one in zip(methods, stored, strict=True)]

@@ -38,7 +38,7 @@ class ExpertMatrix:
     @cached_property
     def specs(self) -> Sequence[LinearSpec]:
         """Of each expert. Only workers with adapters ask for them."""
-        return expert_specs(self.method, self._stored, self._experts)
+        return expert_specs(self.method.shape, self._stored, self._experts)
 
     def experts(self) -> list["AdaptableExpert"]:
         return [AdaptableExpert(self, i) for i in range(len(self.specs))]
@@ -69,9 +69,12 @@ class AdaptableExpert:
         return self.matrix.method.linear(self.index).apply(x)
 
 
-def expert_specs(method: ExpertMethod, stored: ExpertSpec | None, experts: range) -> Sequence[LinearSpec]:
-    """The experts' layers, each under its own name: a stack X.experts.Y is X.experts.0.Y and so on."""
-    inputs, outputs = method.shape
+def expert_specs(shape: tuple[int, int], stored: ExpertSpec | None, experts: range) -> Sequence[LinearSpec]:
+    """The experts' layers, each under its own name: a stack X.experts.Y is X.experts.0.Y and so on.
+
+    shape: inputs and outputs of each.
+    """
+    inputs, outputs = shape
     matrix = make_spec([part("", outputs)], inputs) if stored is None else stored.matrix
 
     def spec_of(expert: int) -> LinearSpec:

@@ -22,8 +22,10 @@ from blockyard.services.gpu_worker.layers.moe import expert_configs
 from blockyard.services.gpu_worker.layers.moe.adaptable_experts import AdaptableExperts
 from blockyard.services.gpu_worker.layers.moe.expert_configs import ExpertConfig, ExpertShape
 from blockyard.services.gpu_worker.layers.moe.expert_matrices import ExpertMatrix
+from blockyard.services.gpu_worker.layers.moe.expert_places import ExpertPlaces
 from blockyard.services.gpu_worker.layers.moe.expert_products import find_product
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertWeights
+from blockyard.services.gpu_worker.quantization.method import ExpertLinear
 
 MOST_ADDED_ROWS = 512  # the addends of more would take much memory until the next layer has read them
 
@@ -42,8 +44,10 @@ class GroupedExperts:
         self.is_on_device = all(one.device.type == self.device.type for one in both)  # not in host memory
         takes_prefill = self.is_on_device and all(one.takes_prefill for one in both)  # TMA cannot read host memory
         form = " ".join(dict.fromkeys(one.form for one in both))
-        self._own, self._num_own = weights.own, weights.num_own(routing)
+        self.places, self._num_own = weights.places, weights.num_own(routing)
         self._adaptable = AdaptableExperts(weights, self._num_own, gate, *both)
+        self._methods = weights.gate_up, weights.down
+        self._numbers = [one for method in self._methods for one in method.numbers()]
         self.shape = ExpertShape(self._num_own, routing.top_k, hidden, inner, takes_prefill, form)
         self._measured: Mapping[int, ExpertConfig] = {}
         self._invariant = expert_configs.batch_invariant(self.shape)
@@ -56,6 +60,12 @@ class GroupedExperts:
 
     def tensors(self) -> list[Tensor]:
         return self._tensors
+
+    def weights_at(self, place: int) -> list[ExpertLinear]:
+        return [method.linear(place) for method in self._methods]
+
+    def numbers(self) -> list[Tensor]:
+        return self._numbers
 
     def use(self, measured: Mapping[int, ExpertConfig]) -> None:
         """Installs configs by number of rows."""
@@ -81,14 +91,14 @@ class GroupedExperts:
         residual: Tensor | None = None,
         norm: RMSNorm | None = None,
     ) -> Tensor | None:
-        if self._own is not None:
-            experts, weights = of_rank(experts, weights, self._own)
+        if self.places is not None:
+            experts = self.places.find(experts)
         if self._adaptable.is_active:
             config = self._invariant
             if not batch_invariant:
                 config = expert_configs.pick_unfused(self.shape, len(x), self._measured)
             pairs = self._adaptable.multiply(config, x, experts, self._scales(weights), self._load)
-            return combine_experts(pairs, self._routing.top_k, shared)
+            return self._combine(pairs, experts, shared)
         config = self._invariant if batch_invariant else self._config(len(x))
         return self._forward(config, x, experts, weights, shared, self._load, residual, norm)
 
@@ -111,12 +121,19 @@ class GroupedExperts:
     ) -> Tensor | None:
         """load: see `LayerLoad`; None: not counted."""
         if config.kernel == "skinny":
+            if self.places is not None:
+                experts, weights = of_rank(experts, weights, self.places)
             total = self._sum_skinny(config, x, experts, weights, shared, load, residual, norm)
             return total if residual is None else None
         assert norm is None  # see `fuses_norm`
         pairs = self._multiply(config, x, experts, weights, load)
         if residual is not None and shared is None and config is not self._invariant and len(x) <= MOST_ADDED_ROWS:
             return pairs.view(*experts.shape, pairs.shape[1])  # the kernel that adds them to the residual sums them
+        return self._combine(pairs, experts, shared)
+
+    def _combine(self, pairs: Tensor, experts: Tensor, shared: Tensor | None) -> Tensor:
+        if self.places is not None:
+            return combine_experts(pairs, self._routing.top_k, shared, experts, self._num_own)
         return combine_experts(pairs, self._routing.top_k, shared)
 
     def _sum_skinny(
@@ -145,7 +162,7 @@ class GroupedExperts:
         if config.kernel == "prefill":
             mapped = map_experts(experts, num_experts, config.tile, load)
             return self._multiply_many(config, x, mapped, num_pairs, weights)
-        if len(x) > MAX_ROWS or config is self._invariant:
+        if len(x) > MAX_ROWS or config is self._invariant or self.places is not None:
             mapped = map_experts(experts, num_experts, config.tile, load)
             return self._multiply_few(config, x, mapped, num_pairs, weights)
         return self._multiply_few(config, x, experts, num_pairs, weights, load)
@@ -195,9 +212,8 @@ class GroupedExperts:
         return (weights, None) if self._scales_input else (None, weights)
 
 
-def of_rank(experts: Tensor, weights: Tensor, own: range) -> tuple[Tensor, Tensor]:
-    """Numbers and weights of a rank's experts. Others become its first one, with weight 0: sizes do not depend on the
-    choice."""
-    local = experts - own.start
-    is_elsewhere = (local < 0) | (local >= len(own))
-    return local.masked_fill_(is_elsewhere, 0), weights.masked_fill(is_elsewhere, 0)
+def of_rank(experts: Tensor, weights: Tensor, places: ExpertPlaces) -> tuple[Tensor, Tensor]:
+    """Places and weights of a rank's experts, for kernels that compute all pairs: those of other ranks' experts get the
+    first place, with weight 0."""
+    is_elsewhere = experts == places.elsewhere
+    return experts.masked_fill(is_elsewhere, 0), weights.masked_fill(is_elsewhere, 0)

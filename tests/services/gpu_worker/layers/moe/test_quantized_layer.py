@@ -122,6 +122,25 @@ def test_sums_of_experts(form: KeptForm) -> None:
         assert few is not None and torch.equal(few, same[1][: len(few)])
 
 
+@pytest.mark.parametrize("form", FORMS, ids=KEYS)
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_an_expert_takes_over_the_weights_of_another(form: KeptForm, is_prepared: bool) -> None:
+    """As they are loaded, which kernels of a GPU read, and as the CPU has prepared them."""
+    method = make(form, 2 * INNER, HIDDEN)
+    taken, given = method.linear(1), method.linear(4)
+    x = torch.randn(3, HIDDEN, device=DEVICE).to(DTYPE)
+    if is_prepared:
+        taken.prepare()
+        given.prepare()
+    want, before = given.apply(x), taken.apply(x)
+    assert not torch.equal(want, before)
+    taken.write([one.clone() for one in given.contents()])
+    assert torch.equal(taken.apply(x), want) and torch.equal(given.apply(x), want)
+    if not is_prepared:
+        assert torch.equal(method.linear(1).apply(x), want), "in the memory of all experts"
+    assert all(one.dim() == 0 for one in method.numbers())
+
+
 def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
 
