@@ -97,7 +97,7 @@ def _add_block(
     return total
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "steps"])
 def _linear_blocks_kernel(
     x_desc, codes_desc, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, table_ptr, bias_ptr, out_ptr, parts_ptr,
     arrived_ptr, rows, outs, steps,

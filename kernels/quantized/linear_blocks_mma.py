@@ -163,7 +163,7 @@ def _add_step(
     return total
 
 
-@gluon.jit(do_not_specialize=["rows"])
+@gluon.jit(do_not_specialize=["rows", "blocks"])
 def _linear_blocks_mma_kernel(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, bias_ptr, out_ptr, rows, outs, size, blocks,
     OUT_TILE: gl.constexpr, ROW_TILE: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr, SUB: gl.constexpr,
@@ -217,6 +217,11 @@ def can_multiply(weights: BlockWeights, dtype: torch.dtype) -> bool:
     return weights.is_4bit and unpack_assembly(weights.kind, dtype, weights.zeros is None, weights.table) != ""
 
 
+def mma_row_tile(rows: int) -> int:
+    """The rows of a tile, for which a kernel is compiled."""
+    return 8 if rows <= 8 else MAX_ROWS
+
+
 def linear_blocks_mma(
     x: Tensor, weights: BlockWeights, bias: Tensor | None, *, out_tile: int, warps: int, ahead: int, pdl: bool
 ) -> Tensor:
@@ -237,7 +242,7 @@ def linear_blocks_mma(
     _linear_blocks_mma_kernel[(ceil_div(outs, out_tile),)](
         x, codes, codes if scales is None else scales, codes if zeros is None else zeros,
         codes if row_scales is None else row_scales, codes if bias is None else bias, out, rows, outs, size,
-        len(codes), OUT_TILE=out_tile, ROW_TILE=8 if rows <= 8 else 16, WARPS=warps, AHEAD=ahead,
+        len(codes), OUT_TILE=out_tile, ROW_TILE=mma_row_tile(rows), WARPS=warps, AHEAD=ahead,
         SUB=weights.group if 0 < weights.group < HALF else HALF, GROUP=weights.group, SCALES=scales is not None,
         E8M0=weights.is_e8m0, ZEROS=zeros is not None, WHOLE=zeros is not None and not zeros.is_floating_point(),
         ROW_SCALES=row_scales is not None, EVEN=size % (BLOCK * warps) == 0,

@@ -11,7 +11,7 @@ import torch
 from blockyard.services.gpu_worker.child_processes.start import Child
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.cores import default_threads
-from blockyard.services.gpu_worker.encoders.encoder_engine import follow_encoder, start_encoder
+from blockyard.services.gpu_worker.encoders.encoder_engine import EncoderStart, follow_encoder, start_encoder
 from blockyard.services.gpu_worker.encoders.encoder_ranks import EncoderFollower
 from blockyard.services.gpu_worker.encoders.encoder_runner import EncoderRunner
 from blockyard.services.gpu_worker.execution.pooled_steps import PooledSteps
@@ -118,7 +118,7 @@ def start(
     shape = build(settings, WeightTable(dtype, torch.device("meta"))).shape
     if not shape.has_kv:
         length = pick_length(config.max_model_len, shape.max_positions)
-        return start_encoder(config, settings, build, dtype, length, backend, report, team)
+        return start_encoder(EncoderStart(config, settings, build, dtype, length, backend, report, team))
     generates = config.task == "generate" and first_kind(settings) is OutputKind.TOKENS
     by = ", by its class in transformers" if is_of_transformers(family) else ""
     report.note(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}{by}")
@@ -138,7 +138,7 @@ def follow(config: WorkerConfig, team: RankTeam) -> Follower | EncoderFollower:
     shape = build(settings, WeightTable(dtype, torch.device("meta"))).shape
     if not shape.has_kv:
         length = pick_length(config.max_model_len, shape.max_positions)
-        return follow_encoder(config, settings, build, dtype, length, backend, report, team)
+        return follow_encoder(EncoderStart(config, settings, build, dtype, length, backend, report, team))
     loaded = load(config, settings, build, dtype, backend, report, team)
     assert loaded.ranks is not None
     needs = FollowerNeeds(loaded.model, loaded.pool, loaded.ranks, loaded.geometry)

@@ -12,9 +12,9 @@
 - `StageLink`: carries the rows of a step from a stage to the next.
 - `loading_slots`: bounds the ranks of a host that load at a time.
 
-Each rank computes a share of every layer of its stage. Partial sums are added by `layers.fused_ops.SummedOps`, and the
-leader gets the logits of all ranks of the last stage. With one rank nothing of this is in the path of a step:
-`WeightTable.ranks` is None.
+How a layer gets a rank's share: the docstring of `layers`. Each rank computes a share of every layer of its stage.
+Partial sums are added by `layers.fused_ops.SummedOps`, and the leader gets the logits of all ranks of the last stage.
+With one rank nothing of this is in the path of a step: `WeightTable.ranks` is None.
 
 Imports no other package of the worker. The processes of ranks are in `ranks/`.
 """

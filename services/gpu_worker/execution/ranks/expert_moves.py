@@ -75,6 +75,7 @@ class MovableExperts:
                 side = owners.index(self._ranks.rank)
                 self._exchange(experts, places.place_of(pair[side]), owners[1 - side])
             places.trade(pair)
+        places.install()
 
     def _exchange(self, experts: ExpertProducts, place: int, peer: int) -> None:
         """Replaces the expert at a place by that of another rank, which gets it."""

@@ -26,7 +26,7 @@ class ExpertPlaces:
         self._counts = torch.empty(num_experts + 1 if counts else 0, dtype=torch.int64, device=device)
         self._one = torch.empty(1, dtype=torch.int64, device=device)
         if not self._table.is_meta:
-            self._write()
+            self.install()
             self._one.fill_(1)
             self._counts.zero_()
 
@@ -47,13 +47,13 @@ class ExpertPlaces:
         return self._places[expert]
 
     def trade(self, pair: Trade) -> None:
-        """Two experts are where the other one was, from the next step on."""
+        """Two experts take each other's rank and place. Steps look there once `install` is called."""
         one, other = pair
         for some in (self.owners, self._places):
             some[one], some[other] = some[other], some[one]
-        self._write()
 
-    def _write(self) -> None:
+    def install(self) -> None:
+        """Writes where experts are now, for the next step."""
         both = zip(self.owners, self._places, strict=True)
         here = [place if owner == self.rank else self.elsewhere for owner, place in both]
         self._table.copy_(torch.tensor([*here, self.elsewhere], dtype=torch.int32))
