@@ -106,8 +106,9 @@ class AdapterHost(Protocol):
     def reset(self) -> None:
         """Drops all adapters, also while they are being read."""
 
-    def poll(self) -> list[LoadedAdapter]:
-        """Returns the adapters that were read since the last call. Does not wait."""
+    def poll(self, *, is_idle: bool = False) -> list[LoadedAdapter]:
+        """Returns the adapters that were read since the last call. Does not wait, and computes for about a millisecond,
+        or some if no step waits for it: `is_idle`."""
 
 
 class CachedBlocks(Protocol):

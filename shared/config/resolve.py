@@ -244,7 +244,7 @@ def worker(of_role: WorkersOfRole, model: Checkpoint, process: ProcessConfig) ->
     worker_fields.check_kv_cache(values)
     worker_fields.check_ranks(values, model.config)
     fields, pooling = _fields(values, "worker"), worker_pooling_fields(values, model)
-    lora = adapters.worker_config(values)
+    lora = adapters.worker_config(values, model.adapters)
     overrides = config_overrides(values) if values["worker-cls"] == "mock" else quantized_overrides(values, model)
     fields["mock"]["vocab_size"] = fields["mock"]["vocab_size"] or model.config.get("vocab_size", 0)
     fields["mock"]["max_model_len"] = model_length(model.config) or MOCK_LENGTH

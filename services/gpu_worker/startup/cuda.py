@@ -8,8 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from blockyard.kernels.lora.adapt_embeddings import adapt_embeddings
 from blockyard.kernels.lora.add_adapters import add_adapters
 from blockyard.kernels.lora.add_to_heads import add_to_heads
+from blockyard.kernels.lora.replace_logits import replace_logits
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.choice import check_head_sizes
 from blockyard.services.gpu_worker.attention.packed_attention import PackedProduct
@@ -33,7 +35,8 @@ from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
 from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
 from blockyard.services.gpu_worker.loading.linear_spec import Split
 from blockyard.services.gpu_worker.loading.weights import HostShare
-from blockyard.services.gpu_worker.lora.device_places import AdapterKernels, DevicePlaces
+from blockyard.services.gpu_worker.lora.device.device_places import DevicePlaces
+from blockyard.services.gpu_worker.lora.device.device_products import AdapterKernels
 from blockyard.services.gpu_worker.lora.places import AdapterPlaces
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
 from blockyard.services.gpu_worker.memory import (
@@ -147,7 +150,7 @@ class CudaBackend:
             )
 
     def make_places(self, model: Model, num_places: int, limits: AdapterLimits) -> AdapterPlaces:
-        kernels = AdapterKernels(add_adapters, add_to_heads)
+        kernels = AdapterKernels(add_adapters, add_to_heads, adapt_embeddings, replace_logits)
         return DevicePlaces(model, num_places, limits, kernels, self.device, self.link)
 
     def offload_notes(self, config: WorkerConfig) -> list[str]:
@@ -223,14 +226,15 @@ class CudaBackend:
         override, kv_bytes = config.num_gpu_blocks_override, config.kv_cache_memory_bytes
         tokens = min(config.max_num_batched_tokens, need.max_model_len)
         try:
-            peak = peak_bytes(model, tokens, need, kv_dtype, self.device)
+            has_adapters = config.lora is not None
+            peak = peak_bytes(model, tokens, need, kv_dtype, self.device, has_adapters=has_adapters)
             graphs, penalties = cuda_steps.graph_bytes(
                 model,
                 need,
                 kv_dtype,
                 config.run_ahead_penalties,
                 captures=not config.enforce_eager,
-                has_adapters=config.lora is not None,
+                has_adapters=has_adapters,
             )
         except torch.OutOfMemoryError as e:
             raise LoadError(

@@ -245,7 +245,8 @@ def run_ahead(
         max_model_len=shape.max_model_len,
         eos_token_ids=shape.eos_token_ids,
         logits_edits=logits_edits,
-        masks=share_masks(runner.batch.matchers, num_mask_slots(capacity), link) if masks else None,
+        num_extra_tokens=shape.num_extra_tokens,
+        masks=share_masks(runner.batch.matchers, num_mask_slots(capacity), shape.vocab_size, link) if masks else None,
     )
     ops = ops or (WaitingOps(rng) if waits else ReferenceOps())
     decodes = DecodeSteps(runner.model, runner.pool, settings, ops, ring, mirror)

@@ -6,12 +6,11 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import torch
+from device_adapters import KERNELS
 from placed_adapters import finished, read_adapter
 from rank_logits import CPU, connect, load, load_undivided
 from reference_ops import ReferenceOps, run_ahead
 
-from blockyard.kernels.lora.adapter_table import add_adapters_reference
-from blockyard.kernels.lora.add_to_heads import add_to_heads_reference
 from blockyard.services.gpu_worker.execution.cuda.follower_steps import DeviceFollowerSteps
 from blockyard.services.gpu_worker.execution.cuda.pooled_attention import TritonChunkAttention
 from blockyard.services.gpu_worker.execution.pooled_steps import PooledSteps
@@ -19,7 +18,7 @@ from blockyard.services.gpu_worker.execution.ranks.follower import Follower
 from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror, LeaderModel, LeaderPool
 from blockyard.services.gpu_worker.host_link import SameMemory
 from blockyard.services.gpu_worker.kv.pool import KVPool
-from blockyard.services.gpu_worker.lora.device_places import AdapterKernels, DevicePlaces
+from blockyard.services.gpu_worker.lora.device.device_places import DevicePlaces
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
 from blockyard.services.gpu_worker.lora.targets import ModelTargets
 from blockyard.services.gpu_worker.models.interface import Model
@@ -32,7 +31,6 @@ from blockyard.shared.messages.base import Frame
 
 CAPACITY = 16
 LIMITS = AdapterLimits(dtype=torch.float32, max_rank=16, fully_sharded=True)
-KERNELS = AdapterKernels(add_adapters_reference, add_to_heads_reference)
 
 
 class TwoRanks:

@@ -255,8 +255,9 @@ def start(
         eos_token_ids=geometry.eos_token_ids,
         graph_sizes=config.graph_sizes,
         logits_edits=config.run_ahead_penalties,
+        num_extra_tokens=geometry.num_extra_tokens,
         serves_adapters=config.lora is not None,
-        masks=share_masks(batch.matchers, num_mask_slots(geometry.max_num_seqs), model.table.link),
+        masks=share_masks(batch.matchers, num_mask_slots(geometry.max_num_seqs), geometry.vocab_size, model.table.link),
     )
     decodes = DecodeSteps(model, pool, settings, make_device_ops(pool, config.fused_steps), mirror=mirror)
     if not pool.batch_invariant:

@@ -55,7 +55,7 @@ class ForwardOutput:
     """Output of a forward pass, overwritten by the next one."""
 
     hidden: Tensor  # [rows, hidden]
-    logits: Tensor  # [rows, vocab_size]
+    logits: Tensor  # [rows, vocab_size], wider where adapters add tokens
 
     def first(self, rows: int) -> "ForwardOutput":
         return ForwardOutput(self.hidden[:rows], self.logits[:rows])
@@ -100,6 +100,7 @@ class DecodeSettings:
     graph_sizes: list[int] = field(default_factory=list)  # rows; empty: `capture_sizes`
     logits_edits: bool = False  # see `DeviceSlots`
     masks: SlotMasks | None = None  # of structured output; None: the host samples slots with a constraint
+    num_extra_tokens: int = 0  # that adapters may add behind the vocabulary
     serves_adapters: bool = False  # steps with adapters have graphs of their own
 
 
@@ -125,9 +126,8 @@ class DecodeSteps:
         state = SlotState.make(SLOTS * capacity, capacity, blocks_of(max_model_len, pool.block_size), device)
         masks = settings.masks
         owner_of = None if masks is None else masks.owner_of
-        self.slots = DeviceSlots(
-            state, SLOTS * capacity, vocab, eos_token_ids, self.link, settings.logits_edits, owner_of
-        )
+        edits, num_extra = settings.logits_edits, settings.num_extra_tokens
+        self.slots = DeviceSlots(state, SLOTS * capacity, vocab, eos_token_ids, self.link, edits, owner_of, num_extra)
         self.changes = None if mirror is None else mirror.send_changes(state)
         self.ring = ring or PinnedRing(IN_FLIGHT, capacity, self.link)
         self.model, self.pool = model, pool
@@ -246,7 +246,7 @@ class DecodeSteps:
         count, edits = len(logits), self.slots.logits_edits
         tokens, best, ready = self._tokens[:count], self._best[:count], self.ready[:count]
         edited = needs_processing and edits.enabled
-        adjusted = edits.adjusted if edited else None
+        adjusted = edits.adjusted(logits.shape[1]) if edited else None
         masked = self._masks.first(count) if self._masks is not None and edited else None
         if masked is not None:
             self.ops.wait_for_masks(inputs, masked)

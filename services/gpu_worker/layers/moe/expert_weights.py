@@ -9,6 +9,7 @@ from torch import Tensor
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.routing import Routing
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers, make_spec
+from blockyard.services.gpu_worker.layers.moe.expert_matrices import ExpertMatrix
 from blockyard.services.gpu_worker.layers.moe.expert_places import ExpertPlaces
 from blockyard.services.gpu_worker.loading.expert_loads import LayerLoad
 from blockyard.services.gpu_worker.loading.linear_spec import ExpertSpec, MatrixPart, Rows, Split, part
@@ -44,6 +45,9 @@ class ExpertProducts(Protocol):
 
     def linears(self) -> list[Linear]:
         """The matrices that are linear layers of their own."""
+
+    def matrices(self) -> list[ExpertMatrix]:
+        """The products that adapters change for all experts at once; none where each expert has linear layers."""
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the weights."""
