@@ -14,6 +14,7 @@ from blockyard.services.gpu_worker.loading.expert_loads import ExpertLoads, Laye
 from blockyard.services.gpu_worker.loading.linear_spec import Arrange
 from blockyard.services.gpu_worker.loading.tensor_groups import Convert, StoredTensor, TensorGroup
 from blockyard.services.gpu_worker.loading.tensor_headers import TensorHeaders
+from blockyard.services.gpu_worker.parallel.expert_exchange import ExpertExchange
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.parallel.shares import WHOLE, Shard
 from blockyard.services.gpu_worker.parallel.stages import Stage
@@ -95,6 +96,8 @@ class WeightTable:
         self.stage: Stage | None = None  # None: the model has all layers
         self.whole: WeightTable | None = None  # of the declared model with all layers, if there are stages
         self.spreads_experts = False  # a rank has some experts whole, and not a share of each
+        self.replica = WHOLE  # this worker among those that have the experts together
+        self.exchange: ExpertExchange | None = None  # with their ranks; None: there is one, or the model is declared
         self.headers = TensorHeaders()  # of the checkpoint, if it is quantized
         self.link: HostLink = SameMemory()  # of `device`, to host memory
         self.matrix_bytes = self.expert_bytes = 0  # of the layers' matrices and of their experts, on device and host

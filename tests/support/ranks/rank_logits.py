@@ -27,6 +27,7 @@ from blockyard.services.gpu_worker.loading.hf_config import read_config
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.models.registry import find_family
+from blockyard.services.gpu_worker.parallel.expert_exchange import ExpertExchange
 from blockyard.services.gpu_worker.parallel.meeting import Meeting
 from blockyard.services.gpu_worker.parallel.rank_group import connect_cpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
@@ -50,13 +51,22 @@ def connect(rank: int, size: int, group: Path, num_stages: int = 1) -> RankGroup
     return connect_groups(connect_cpus, place_of(rank, size, num_stages), Meeting(group))
 
 
-def load(folder: Path, ranks: RankGroups | None, *, spread: bool = False, fully_sharded: bool = False) -> Model:
+def load(
+    folder: Path,
+    ranks: RankGroups | None,
+    *,
+    spread: bool = False,
+    fully_sharded: bool = False,
+    exchange: ExpertExchange | None = None,
+) -> Model:
     """Stages have as many layers each, the last may have more. fully_sharded: of adapters."""
     settings = read_config(folder, {}, lambda note: None)
     shard = Shard() if ranks is None else ranks.place.shard
     build = partial(find_family(settings), settings)
     table = WeightTable(torch.float32, CPU, shard=shard)
     table.ranks, table.spreads_experts = None if ranks is None else ranks.tensor, spread
+    if exchange is not None:
+        table.exchange, table.replica = exchange, exchange.group.shard
     if ranks is not None and ranks.place.num_stages > 1:
         whole, size = build(WeightTable(torch.float32, torch.device("meta"), shard=shard)), ranks.place.num_stages
         each = whole.shape.num_layers // size

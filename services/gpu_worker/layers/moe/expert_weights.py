@@ -11,8 +11,9 @@ from blockyard.kernels.moe.routing import Routing
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers, make_spec
 from blockyard.services.gpu_worker.loading.expert_loads import LayerLoad
 from blockyard.services.gpu_worker.loading.linear_spec import ExpertSpec, MatrixPart, Rows, Split, part
+from blockyard.services.gpu_worker.parallel.expert_exchange import ExpertExchange
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
-from blockyard.services.gpu_worker.parallel.shares import share
+from blockyard.services.gpu_worker.parallel.shares import over_replicas, share
 from blockyard.services.gpu_worker.quantization.method import ExpertMethod
 from blockyard.shared.errors import ConfigError
 
@@ -32,6 +33,7 @@ class ExpertWeights:
     ranks: RankGroup | None = None  # that add them; None: one rank, or the model is only declared
 
     own: range | None = None  # experts that this rank has whole; None: it has a share of each
+    exchange: ExpertExchange | None = None  # with ranks of other replicas, which have others; None: there are none
 
     def num_own(self, routing: Routing) -> int:
         return routing.num_experts if self.own is None else len(self.own)
@@ -122,20 +124,22 @@ def stacked_experts(
 
 def _make(layers: LinearLayers, gate_up: ExpertSpec, down: ExpertSpec) -> ExpertWeights:
     table, own = layers.table, None
-    if table.spreads_experts and table.shard.size > 1:
-        if gate_up.num_experts < table.shard.size:
+    shard = over_replicas(table.shard, table.replica)
+    if table.spreads_experts and shard.size > 1:
+        if gate_up.num_experts < shard.size:
             raise ConfigError(
-                f"--enable-expert-parallel: {gate_up.num_experts} experts cannot be on {table.shard.size} ranks"
+                f"--enable-expert-parallel: {gate_up.num_experts} experts cannot be on {shard.size} ranks"
             )
-        own = share(gate_up.num_experts, table.shard)
+        own = share(gate_up.num_experts, shard)
         gate_up, down = (replace(one, own=own, matrix=replace(one.matrix, split=Split.NONE)) for one in (gate_up, down))
     return ExpertWeights(
         gate_up=layers.experts(gate_up),
         down=layers.experts(down),
         specs=(gate_up, down),
-        device=layers.table.device,
-        load=layers.table.expert_load(gate_up.num_experts) if own is None else None,
-        is_partial=layers.table.shard.size > 1,
-        ranks=layers.table.ranks,
+        device=table.device,
+        load=table.expert_load(gate_up.num_experts) if own is None else None,
+        is_partial=shard.size > 1,
+        ranks=table.ranks,
         own=own,
+        exchange=table.exchange,
     )
