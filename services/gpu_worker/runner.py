@@ -7,12 +7,14 @@ import torch
 
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop, DeviceSteps
+from blockyard.services.gpu_worker.execution.replica_steps import ReplicaSteps
 from blockyard.services.gpu_worker.interfaces import CompletedPlan, StoredLayers
 from blockyard.services.gpu_worker.kv.block_hashes import BlockHashes
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.kv.pool_blocks import PoolBlocks
 from blockyard.services.gpu_worker.loading.weight_offload import OffloadedWeights
 from blockyard.services.gpu_worker.models.interface import Model, tensors_of
+from blockyard.services.gpu_worker.parallel.replicas import StepAgreement
 from blockyard.services.gpu_worker.parallel.team import SendCommand
 from blockyard.services.gpu_worker.prompt_adapters.adapter_hosts import AdapterHosts
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
@@ -35,16 +37,19 @@ class Runner:
         logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
         adapters: AdapterHosts | None = None,
         send: SendCommand | None = None,
+        agreement: StepAgreement | None = None,
     ) -> None:
         """start_steps: called after sleep, once memory is restored. It must call `use`, as must the caller before the
         first plan.
 
         matchers: make the masks of structured output, None for none. logprobs_mode: of output tokens; with others than
         `RAW_LOGPROBS` the steps must leave log-probabilities to the host. adapters: of the model; None: it serves none.
-        send: to the other ranks; None: there is one.
+        send: to the other ranks; None: there is one. agreement: with replicas that have the experts together with this
+        one; None: this one has all.
         """
         self.geometry, self.model, self.pool = geometry, model, pool
-        self.adapters, self.send = adapters, send
+        self.adapters, self.send, self._agreement = adapters, send, agreement
+        self._replica_steps: ReplicaSteps | None = None
         self.batch = Batch(geometry, pool, store, matchers, None if adapters is None else adapters.prompts)
         self._depends: Callable[[StepPlan], bool] | None = None
         self._loop: DeviceLoop | None = None  # None: asleep, or not on its device yet
@@ -59,6 +64,8 @@ class Runner:
         depends: whether a plan may be applied only once no step is in flight; None: each may.
         """
         self._depends = depends
+        if self._agreement is not None and (exchange := self.model.table.exchange) is not None:
+            steps = self._replica_steps = ReplicaSteps(steps, exchange, self._agreement, self.send)
         self.geometry = msgspec.structs.replace(self.geometry, step_s=step_s)
         self._loop = DeviceLoop(steps, self.batch, self.geometry, self._logprobs_mode)
         self.reset(0)
@@ -82,6 +89,12 @@ class Runner:
 
     def can_launch(self) -> bool:
         return self.loop.can_launch()
+
+    def join_step(self) -> bool:
+        """A step of padding has buffers that no step in flight may have."""
+        if self._loop is None or self._loop.in_flight or self._replica_steps is None:
+            return False
+        return self._replica_steps.join()
 
     def idle(self) -> bool:
         """Does one piece of background work. Returns False if no work is left."""

@@ -48,6 +48,7 @@ from blockyard.services.gpu_worker.memory import (
 )
 from blockyard.services.gpu_worker.memory_profile import peak_bytes
 from blockyard.services.gpu_worker.models.interface import Model, ModelShape
+from blockyard.services.gpu_worker.parallel.meeting import Meeting
 from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankGroup, connect_gpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.parallel.sum_measurement import choose_sums
@@ -152,6 +153,9 @@ class CudaBackend:
     def connect_ranks(self, shard: Shard, stores: GroupStores, name: str) -> RankGroup:
         self._folder = stores.folder_of(name)
         return connect_gpus(shard, stores, name, self.device)
+
+    def connect_replicas(self, shard: Shard, meeting: Meeting, name: str) -> RankGroup:
+        return connect_gpus(shard, GroupStores(meeting), name, self.device)
 
     def check_shape(self, shape: ModelShape) -> None:
         check_head_sizes("cuda", shape.attention)
@@ -327,7 +331,10 @@ class CudaBackend:
             with torch.inference_mode():
                 if not config.enforce_eager:
                     report.phase("capturing CUDA graphs")
-                    steps.capture()
+                    if config.expert_replicas == 1:
+                        steps.capture()
+                    else:
+                        steps.capture_decodes()
                 step_s = steps.decodes.measure()
         runner.use(steps, step_s)
         runner.forget_trial_steps()

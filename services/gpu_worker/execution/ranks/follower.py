@@ -16,6 +16,7 @@ from blockyard.services.gpu_worker.models.interface import Model, tensors_of
 from blockyard.services.gpu_worker.parallel.commands import (
     LAST_OUTPUT,
     AttentionCall,
+    BeginExchange,
     Command,
     ComputeLogits,
     CopyBlocks,
@@ -26,7 +27,9 @@ from blockyard.services.gpu_worker.parallel.commands import (
     ReleaseMemory,
     SaveBlocks,
     ScrubBlocks,
+    ServeExperts,
 )
+from blockyard.services.gpu_worker.parallel.expert_exchange import ExpertExchange
 from blockyard.services.gpu_worker.parallel.team import RankGroups
 from blockyard.services.gpu_worker.step import Attend, Step
 from blockyard.services.kv_transfer.host.host_store import BlockStore
@@ -143,8 +146,18 @@ class Follower:
                 self._release(weights)
             case ReclaimMemory(weights, kv):
                 self._reclaim(weights, kv)
+            case BeginExchange(num_rows):
+                self._exchange.num_rows = num_rows or None
+            case ServeExperts():
+                self._exchange.serve()
             case _:
                 self._steps.do(command)
+
+    @property
+    def _exchange(self) -> ExpertExchange:
+        exchange = self._model.table.exchange
+        assert exchange is not None, "this replica has all experts"
+        return exchange
 
     def _release(self, weights: bool) -> None:
         self._steps.forget()
