@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.parallel.replicas import ReplicaPeers, StepAgreement
 from blockyard.services.gpu_worker.parallel.shares import WHOLE
 from blockyard.services.gpu_worker.parallel.stages import Stage
-from blockyard.services.gpu_worker.parallel.team import RankGroups, RankTeam, SendCommand, connect_groups, naming_leader
+from blockyard.services.gpu_worker.parallel.team import RankGroups, RankTeam, SendCommand, naming_leader
 from blockyard.services.gpu_worker.pooling.output import PoolingOutput
 from blockyard.services.gpu_worker.pooling.selection import choose_output
 from blockyard.services.gpu_worker.prompt_adapters.adapter_hosts import (
@@ -55,6 +54,7 @@ from blockyard.services.gpu_worker.prompt_adapters.adapter_hosts import (
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.startup.backend import Backend, pick_backend
 from blockyard.services.gpu_worker.startup.model_tables import declare, make_table, with_headers
+from blockyard.services.gpu_worker.startup.rank_connection import connect_ranks, connect_replicas
 from blockyard.services.gpu_worker.startup.stage_choice import choose_stage, describe_stage, make_stage_model
 from blockyard.services.gpu_worker.startup.start_report import StartReport, Throttle
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
@@ -186,8 +186,8 @@ def load(
         stage = choose_stage(whole, team, config, backend.free_bytes(config), kv_dtype)
     with naming_leader(team):
         share = check(build, settings, whole, config, backend, stage)
-    exchange = None if replicas is None else ExpertExchange(replicas.connect(backend.connect_replicas), shard)
-    ranks = None if team is None else team.connect(partial(connect_groups, backend.connect_ranks))
+    exchange, config = connect_replicas(config, replicas, shard, backend, report)
+    ranks, config = connect_ranks(config, team, backend, report)
     groups = [*([] if ranks is None else [ranks.everyone]), *([] if exchange is None else [exchange.group])]
     table = make_table(config, dtype, backend, share, shard, ranks, exchange)
     if stage is not None:

@@ -1,15 +1,17 @@
-"""Writes LoRA adapters of a model's true shape in PEFT's layout, with random numbers, and says how they are served.
+"""LoRA adapters of a model's true shape in PEFT's layout, with random numbers, how they are served, and their items.
 
 Without torch, as all that measures from outside: a safetensors file is a header in JSON behind its length, and bytes.
 """
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from blockyard.services.bench.suite import shapes
+from blockyard.services.bench.suite import measures, shapes
+from blockyard.services.bench.suite.item import B8, LONG, ONE, SPREAD, UNCACHED, SuiteItem, high, low, stream
 from blockyard.shared.config.text_part import text_part
 
 # by a random byte, the upper half of a bfloat16: numbers of 0.002 to 0.03, of both signs
@@ -74,3 +76,37 @@ def _write_matrices(model: str, rank: int, file: Path) -> None:
     with file.open("wb") as out:
         out.write(len(encoded).to_bytes(8, "little") + encoded)
         out.write(numbers)
+
+
+def adapted(item: SuiteItem, base: str, adapters: tuple[int, ...]) -> SuiteItem:
+    return replace(item, base=base, adapters=adapters)
+
+
+def _batch(name: str, what: str, target: float, floor: float, ranks: tuple[int, ...], models: Sequence[str]
+                   ) -> SuiteItem:  # fmt: skip
+    item = low(f"decode-64-8b-{name}", f"8B, 64 at 1,024, {what}, ITL", "ms", B8, ONE, target, floor,
+                measures.inter_token(64, 960, 128, models))  # fmt: skip
+    return adapted(item, "decode-64", ranks)
+
+
+RANK_16, TO_128 = (16,) * 64, (8, 16, 16, 32, 32, 64, 64, 128)
+NAMES = names(64)
+ADAPTER_ITEMS = (
+    adapted(stream("8b-adapters-off", B8, "8B with adapters that no row has", 1.01, 1.0, ONE), "itl-8b", RANK_16),
+    adapted(
+        low("itl-8b-adapter", "8B with an adapter of rank 16, one stream, 128 in / 256 out, ITL", "ms", B8, ONE, 1.14,
+             1.08, measures.inter_token(1, 128, 256, NAMES[:1])), "itl-8b", RANK_16),
+    _batch("adapters-off", "no row has an adapter", 1.01, 1.0, RANK_16, ()),
+    _batch("adapters-1", "one adapter", 1.09, 1.05, RANK_16, NAMES[:1]),
+    _batch("adapters-8", "8 adapters", 1.13, 1.07, RANK_16, NAMES[:8]),
+    _batch("adapters-half", "8 adapters, half the rows without", 1.12, 1.07, RANK_16,
+                   [name for one in NAMES[:8] for name in (one, "")]),
+    _batch("adapters-64", "64 adapters", 1.37, 1.24, RANK_16, NAMES),
+    _batch("adapters-ranks", "8 adapters of ranks 8 to 128", 1.20, 1.12, TO_128, NAMES[:8]),
+    adapted(
+        low("ttft-8b-adapter-8192", "8B with an adapter of rank 16, first token of a prompt of 8,192", "ms", B8,
+             UNCACHED + LONG, 1.10, 1.0, measures.first_token(8192, NAMES[:1])), "ttft-8b-8192", RANK_16[:1]),
+    adapted(
+        high("http-8b-adapters-16", "8B over HTTP, 252 streams, 512 in / 256 out, 16 adapters", B8, (*ONE, *SPREAD),
+              0.88, 1.0, measures.streamed_rate(252, 512, 256, NAMES[:16])), "http-8b", RANK_16[:16]),
+)  # fmt: skip

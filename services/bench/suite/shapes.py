@@ -1,7 +1,8 @@
 """Writes the suite's models: true shapes without weights, and the demo's tokenizer extended to their vocabulary.
 
 `model_configs/` has their config.json without what no text model reads, and without quantization: weights are bfloat16.
-`VARIANTS` are such models with other fields: quantized, or with fewer layers.
+`VARIANTS` are such models with other fields: quantized, with fewer layers,
+or with another head.
 """
 
 import shutil
@@ -26,9 +27,19 @@ _MXFP4 = {
         "lm_head",
     ],
 }
+_NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+_HQQ = {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 64, "axis": 1}}}
+_RERANKER = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # the model, and fields of config.json in place of its own
     "llama-3.1-8b-fp8": ("llama-3.1-8b", {"quantization_config": _FP8}),
     "llama-3.1-8b-w4": ("llama-3.1-8b", {"quantization_config": _W4}),
+    "llama-3.1-8b-nf4": ("llama-3.1-8b", {"quantization_config": _NF4}),
+    "llama-3.1-8b-hqq": ("llama-3.1-8b", {"quantization_config": _HQQ}),
+    "llama-3.1-8b-q4-k": ("llama-3.1-8b", {"quantization_config": {"quant_method": "gguf"}}),
+    "llama-3.3-70b-w4": ("llama-3.3-70b", {"quantization_config": _W4}),
+    "llama-3.3-70b-fp8": ("llama-3.3-70b", {"quantization_config": _FP8}),
+    "gpt-oss-120b-mxfp4": ("gpt-oss-120b", {"quantization_config": _MXFP4}),
+    "bge-base-en-v1.5-reranker": ("bge-base-en-v1.5", _RERANKER),
     "qwen3-30b-a3b-fp8": ("qwen3-30b-a3b", {"quantization_config": _FP8}),
     "qwen3-30b-a3b-w4": ("qwen3-30b-a3b", {"quantization_config": _W4}),
     "gpt-oss-20b-mxfp4": ("gpt-oss-20b", {"quantization_config": _MXFP4}),

@@ -1,6 +1,5 @@
 """Starts the runner of a model without KV: weights and pooling, and nothing that belongs to blocks or sampling."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.models.registry import Build
 from blockyard.services.gpu_worker.parallel.loading_slots import loading_slot
 from blockyard.services.gpu_worker.parallel.shares import WHOLE
-from blockyard.services.gpu_worker.parallel.team import RankGroups, RankTeam, connect_groups
+from blockyard.services.gpu_worker.parallel.team import RankGroups, RankTeam
 from blockyard.services.gpu_worker.pooling.output import DEFAULT
 from blockyard.services.gpu_worker.pooling.selection import choose_output
 from blockyard.services.gpu_worker.startup.backend import Backend
+from blockyard.services.gpu_worker.startup.rank_connection import connect_ranks
 from blockyard.services.gpu_worker.startup.start_report import StartReport, Throttle
 from blockyard.shared.config.pooling.pooling_card import make_card
 from blockyard.shared.config.services.worker import WorkerConfig
@@ -110,7 +110,7 @@ def load_encoder(
     declared = place_in(WeightTable(dtype, torch.device("meta"), shard=shard))
     checkpoint_check.check_tensors(declared.table, folder, config.load_format, config.ignore_patterns)
     share = backend.host_share(place_in, dtype, config)
-    ranks = None if team is None else team.connect(partial(connect_groups, backend.connect_ranks))
+    ranks, config = connect_ranks(config, team, backend, report)
     table = WeightTable(dtype, backend.device, share, shard)
     table.link, table.ranks = backend.link, None if ranks is None else ranks.tensor
     model = place_in(table)

@@ -3,12 +3,14 @@
 - `shares`: which heads, rows or inputs a rank has. `stages`: which layers a pipeline stage has. Pure functions.
 - `Meeting`: where ranks find each other's addresses: in a file on one host, at the leader's store on several.
 - `RankGroup`: the collectives of a group of ranks: gloo between CPUs, NCCL between GPUs. `RankGroups`: those of a rank.
+- `collectives`: what carries them. Ranks that share a GPU, for checks, exchange through host memory, or if there are
+  two by kernels (`peer_collectives`).
 - `PeerMemory`: buffers of GPUs of one host that kernels of all ranks write to (kernels/all_reduce). `PeerSums` sums by
   these kernels, or by torch's (`SymmetricSums`), where `sum_table` says that they are quicker than NCCL: the leader
   measures it at the start (`SumMeasurement`).
 - `StageLink`: carries the rows of a step from a stage to the next.
-- `ExpertExchange`: the layers of a rank whose experts are spread over replicas, and the group that they exchange rows in.
-  `replicas`: how replicas agree on each step.
+- `ExpertExchange`: the layers of a rank whose experts are spread over replicas, and the group in which they exchange
+  rows. `replicas`: how replicas agree on each step.
 - `loading_slots`: bounds the ranks of a host that load at a time.
 
 Each rank computes a share of every layer of its stage. Partial sums are added by `layers.fused_ops.SummedOps`, and the

@@ -41,7 +41,9 @@ class ExpertExchange:
         With so few ranks nearly all rows go to all of them. The host reads how many rows go where, so that a CUDA graph
         cannot.
         """
-        return self.group.size > top_k and self.num_rows is not None and not self.group.is_alone
+        if self.group.is_alone or self.group.shares_gpu or self.num_rows is None:
+            return False
+        return self.group.size > top_k
 
     def serve(self) -> None:
         """Takes part in a step of other replicas that has no rows here."""

@@ -1,7 +1,8 @@
 """The collectives of a group of ranks. Every rank calls the same ones in the same order, with equal sizes.
 
-On the CPU they run over gloo, on GPUs over NCCL. Ranks of one host find each other by a file in a folder of their own,
-and talk on the loopback interface; those of several hosts by a store of the leader's. Nothing is pickled.
+On the CPU they run over gloo, on GPUs over NCCL, and where ranks share a GPU over gloo again (`peer_collectives` has
+others). Ranks of one host find each other by a file in a folder of their own, and talk on the loopback interface; those
+of several hosts by a store of the leader's. Nothing is pickled.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d
 
+from blockyard.services.gpu_worker.parallel.collectives import (
+    Collectives,
+    HostCollectives,
+    PendingCollective,
+    RankStore,
+    share_a_gpu,
+)
 from blockyard.services.gpu_worker.parallel.meeting import Meeting
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.shared.errors import RankLostError
@@ -24,24 +32,6 @@ _c10d: Any = _distributed_c10d
 
 TIMEOUT_S = 600.0  # of a collective: ranks load for different times. A rank that is gone is noticed sooner, see `ranks`
 LEADER = 0
-
-
-class PendingCollective(Protocol):
-    def wait(self) -> object: ...
-
-
-class Collectives(Protocol):
-    """The methods of `ProcessGroupGloo` and `ProcessGroupNCCL` that are used."""
-
-    def _allgather_base(self, output: Tensor, part: Tensor, options: object) -> PendingCollective | None: ...
-    def _reduce_scatter_base(self, output: Tensor, parts: Tensor, options: object) -> PendingCollective | None: ...
-    def alltoall_base(
-        self, output: Tensor, rows: Tensor, received: list[int], sent: list[int], options: object
-    ) -> PendingCollective | None: ...
-    def allreduce(self, tensors: list[Tensor], options: object) -> PendingCollective | None: ...
-    def broadcast(self, tensors: list[Tensor], options: object) -> PendingCollective | None: ...
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> PendingCollective: ...
-    def recv(self, tensors: list[Tensor], of: int, tag: int) -> PendingCollective: ...
 
 
 class SumKernels(Protocol):
@@ -70,14 +60,16 @@ class RankGroup:
         *,
         sums_in_order: bool = True,
         host_waits: bool = True,
+        shares_gpu: bool = False,
     ) -> None:
         """sums_in_order: parts are added in the order of ranks, so that the sum of a row does not depend on the number
-        of rows. Otherwise the transport adds them as is quickest. host_waits: in `wait`; otherwise a stream does."""
+        of rows. Otherwise the transport adds them as is quickest. host_waits: in `wait`; otherwise a stream does.
+        shares_gpu: two ranks have the same GPU, see `HostCollectives`."""
         self.shard, self.device = shard, device
         self.rank, self.size = shard
         self.is_leader = shard.rank == LEADER
         self._group, self._sums_in_order = collectives, sums_in_order
-        self._is_alone, self.host_waits = False, host_waits
+        self._is_alone, self.host_waits, self.shares_gpu = False, host_waits, shares_gpu
         self.kernels: SumKernels | None = None  # the same on all ranks; None: the transport sums
         self._summed, self._from_leader = _dist.AllreduceOptions(), _dist.BroadcastOptions()
         self._from_leader.rootRank = LEADER
@@ -225,11 +217,12 @@ class GroupStores:
         folder.mkdir(exist_ok=True)
         return folder
 
-    def make(self, name: str, size: int) -> object:
+    def make(self, name: str, size: int) -> RankStore:
         """size: ranks of the group. Raises RankLostError if the leader's store is not there."""
         meeting = self.meeting
         if not meeting.store:
-            return _dist.FileStore(str(meeting.folder / name), size)
+            on_host: RankStore = _dist.FileStore(str(meeting.folder / name), size)
+            return on_host
         if self._shared is None:
             host, _, port = meeting.store.rpartition(":")
             serves = {} if meeting.listener is None else {"is_master": True, "master_listen_fd": meeting.listener}
@@ -238,29 +231,46 @@ class GroupStores:
                 self._shared = _dist.TCPStore(host, int(port), timeout=timeout, wait_for_workers=False, **serves)
             except RuntimeError as e:
                 raise RankLostError(f"no store of ranks at {meeting.store}: {str(e).splitlines()[0]}") from e
-        return _dist.PrefixStore(name, self._shared)
+        of_group: RankStore = _dist.PrefixStore(name, self._shared)
+        return of_group
 
 
 def connect_cpus(shard: Shard, stores: GroupStores, name: str) -> RankGroup:
     """Waits until all ranks are there. name: of the group. Raises RankLostError."""
-    options = _dist.ProcessGroupGloo._Options()
-    meeting = stores.meeting
-    named = {"hostname" if meeting.has_address else "interface": meeting.interface}
-    options._devices = [_dist.ProcessGroupGloo.create_device(**named)]
-    options._timeout = timedelta(seconds=TIMEOUT_S)
-    try:
-        collectives = _dist.ProcessGroupGloo(stores.make(name, shard.size), shard.rank, shard.size, options)
-    except RuntimeError as e:
-        raise RankLostError(f"rank {shard.rank} found no group of {shard.size}: {str(e).splitlines()[0]}") from e
-    return RankGroup(shard, collectives, torch.device("cpu"))
+    return RankGroup(shard, _connect_gloo(shard, stores.meeting, stores.make(name, shard.size)), torch.device("cpu"))
 
 
 def connect_gpus(shard: Shard, stores: GroupStores, name: str, device: torch.device) -> RankGroup:
-    """As `connect_cpus`, of ranks with a GPU each. NCCL takes the interface from the environment."""
+    """As `connect_cpus`, of ranks with a GPU. NCCL takes the interface from the environment."""
+    store = stores.make(name, shard.size)
+    with _losing_ranks(shard):
+        shares = share_a_gpu(shard, store, str(torch.cuda.get_device_properties(device).uuid))
+    if shares:
+        collectives = HostCollectives(_connect_gloo(shard, stores.meeting, store))
+        return RankGroup(shard, collectives, device, shares_gpu=True)
     options = _dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=TIMEOUT_S)
-    collectives = _dist.ProcessGroupNCCL(stores.make(name, shard.size), shard.rank, shard.size, options)
-    return RankGroup(shard, collectives, device, sums_in_order=False, host_waits=False)
+    of_gpus = _dist.ProcessGroupNCCL(store, shard.rank, shard.size, options)
+    return RankGroup(shard, of_gpus, device, sums_in_order=False, host_waits=False)
+
+
+def _connect_gloo(shard: Shard, meeting: Meeting, store: RankStore) -> Collectives:
+    options = _dist.ProcessGroupGloo._Options()
+    named = {"hostname" if meeting.has_address else "interface": meeting.interface}
+    options._devices = [_dist.ProcessGroupGloo.create_device(**named)]
+    options._timeout = timedelta(seconds=TIMEOUT_S)
+    with _losing_ranks(shard):
+        found: Collectives = _dist.ProcessGroupGloo(store, shard.rank, shard.size, options)
+    return found
+
+
+@contextmanager
+def _losing_ranks(shard: Shard) -> Iterator[None]:
+    """Errors of torch while ranks connect become RankLostError."""
+    try:
+        yield
+    except RuntimeError as e:
+        raise RankLostError(f"rank {shard.rank} found no group of {shard.size}: {str(e).splitlines()[0]}") from e
 
 
 def _in_order(parts: Sequence[Tensor]) -> Tensor:

@@ -5,7 +5,8 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from blockyard.services.gpu_worker.parallel.rank_group import PendingCollective, RankGroup
+from blockyard.services.gpu_worker.parallel.collectives import PendingCollective
+from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.parallel.stages import RankPosition, rank_at
 
 

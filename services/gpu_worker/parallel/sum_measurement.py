@@ -115,8 +115,11 @@ def choose_sums(
     except OSError as e:
         note(f"sums of ranks: NCCL, because a GPU does not reach the memory of another: {e}")
         return None
-    measurement = SumMeasurement(group, memory, _share_memory(group, folder), width, dtype)
-    sums = measurement.in_order() if in_order else measurement.quickest()
+    if group.shares_gpu:  # nothing there is worth a measurement
+        sums = PeerSums(memory, None, same_way(SumWay.ONE_STEP, memory.buffers.one_step_bytes()))
+    else:
+        measurement = SumMeasurement(group, memory, _share_memory(group, folder), width, dtype)
+        sums = measurement.in_order() if in_order else measurement.quickest()
     note(sums.describe())
     return sums
 

@@ -16,7 +16,7 @@ from blockyard.services.gpu_worker.quantization.formats.gguf import GgufScheme
 from blockyard.services.gpu_worker.quantization.formats.gptq import GptqScheme
 from blockyard.services.gpu_worker.quantization.formats.hqq import HqqScheme
 from blockyard.services.gpu_worker.quantization.formats.modelopt import ModelOptScheme
-from blockyard.services.gpu_worker.quantization.formats.mxfp4 import Mxfp4Format
+from blockyard.services.gpu_worker.quantization.formats.mxfp4 import Mxfp4Scheme
 from blockyard.services.gpu_worker.quantization.formats.qqq import QqqScheme
 from blockyard.services.gpu_worker.quantization.formats.quark import QuarkScheme
 from blockyard.services.gpu_worker.quantization.formats.squeezellm import SqueezeLlmScheme
@@ -42,7 +42,7 @@ FORMATS: dict[str | None, Callable[[Mapping[str, Any], WeightTable], Format]] = 
     "squeezellm": lambda said, table: QuantizedFormat(SqueezeLlmScheme(said, table.dtype), table),
     "hqq": lambda said, table: QuantizedFormat(HqqScheme(said, table.dtype), table),
     "modelopt": lambda said, table: QuantizedFormat(ModelOptScheme(said, table.device), table),
-    "mxfp4": lambda said, table: Mxfp4Format(table),
+    "mxfp4": lambda said, table: QuantizedFormat(Mxfp4Scheme(), table),
     "quark": lambda said, table: QuantizedFormat(QuarkScheme(said, table.device, table.note), table),
 }
 

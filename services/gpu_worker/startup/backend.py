@@ -20,7 +20,6 @@ from blockyard.services.gpu_worker.lora.places import AdapterPlaces
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, MemoryPlan
 from blockyard.services.gpu_worker.models.interface import Model, ModelShape
-from blockyard.services.gpu_worker.parallel.meeting import Meeting
 from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankGroup
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.parallel.team import SendCommand
@@ -48,9 +47,6 @@ class Backend(Protocol):
 
     def connect_ranks(self, shard: Shard, stores: GroupStores, name: str) -> RankGroup:
         """Waits for the other ranks of a group of this name. Raises RankLostError."""
-
-    def connect_replicas(self, shard: Shard, meeting: Meeting, name: str) -> RankGroup:
-        """Waits for the ranks of other replicas, which meet there. Raises RankLostError."""
 
     def check_shape(self, shape: ModelShape) -> None:
         """Raises LoadError for a model that the kernels of the device do not support."""

@@ -24,7 +24,6 @@ from blockyard.services.gpu_worker.lora.places import AdapterPlaces
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, MemoryPlan, free_host_bytes, plan_bytes, plan_cpu
 from blockyard.services.gpu_worker.models.interface import Model, ModelShape
-from blockyard.services.gpu_worker.parallel.meeting import Meeting
 from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankGroup, connect_cpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.parallel.team import SendCommand
@@ -54,9 +53,6 @@ class CpuBackend:
 
     def connect_ranks(self, shard: Shard, stores: GroupStores, name: str) -> RankGroup:
         return connect_cpus(shard, stores, name)
-
-    def connect_replicas(self, shard: Shard, meeting: Meeting, name: str) -> RankGroup:
-        return connect_cpus(shard, GroupStores(meeting), name)
 
     def check_shape(self, shape: ModelShape) -> None:
         """torch takes all shapes."""

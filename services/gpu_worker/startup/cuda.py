@@ -48,7 +48,7 @@ from blockyard.services.gpu_worker.memory import (
 )
 from blockyard.services.gpu_worker.memory_profile import peak_bytes
 from blockyard.services.gpu_worker.models.interface import Model, ModelShape
-from blockyard.services.gpu_worker.parallel.meeting import Meeting
+from blockyard.services.gpu_worker.parallel.peer_collectives import exchange_on_gpu
 from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankGroup, connect_gpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.parallel.sum_measurement import choose_sums
@@ -152,10 +152,8 @@ class CudaBackend:
 
     def connect_ranks(self, shard: Shard, stores: GroupStores, name: str) -> RankGroup:
         self._folder = stores.folder_of(name)
-        return connect_gpus(shard, stores, name, self.device)
-
-    def connect_replicas(self, shard: Shard, meeting: Meeting, name: str) -> RankGroup:
-        return connect_gpus(shard, GroupStores(meeting), name, self.device)
+        group = connect_gpus(shard, stores, name, self.device)
+        return exchange_on_gpu(group) if group.shares_gpu and shard.size == 2 else group
 
     def check_shape(self, shape: ModelShape) -> None:
         check_head_sizes("cuda", shape.attention)

@@ -14,9 +14,11 @@ from rig import serve as rig_serve
 from blockyard.services.bench.datasets import SampleRequest
 from blockyard.services.bench.load import results
 from blockyard.services.bench.load.results import BenchError, RequestResult
-from blockyard.services.bench.suite import adapters, command, measures, served, shapes
-from blockyard.services.bench.suite.items import ITEMS, SuiteItem
+from blockyard.services.bench.suite import adapters, command, measures, pooling, served, shapes
+from blockyard.services.bench.suite.item import SuiteItem
+from blockyard.services.bench.suite.items import ITEMS
 from blockyard.services.bench.suite.measures import Measurement, SuiteContext
+from blockyard.services.bench.suite.pooling import TextLoad
 from blockyard.services.bench.suite.served import SuiteServer, WorkerCounters, random_requests
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, read_modules
 from blockyard.shared import tokenizer_files
@@ -151,7 +153,7 @@ def test_items_are_chosen_by_name_and_by_model() -> None:
     names = [item.name for item in command.choose(["gemma-3-4b", "itl-8b"])]
     assert names == ["itl-8b", "itl-gemma-3"]
     assert command.choose([]) == list(ITEMS)
-    with pytest.raises(ConfigError, match=r"gemma: no such item; the items are itl-8b, .*; the models are deepseek"):
+    with pytest.raises(ConfigError, match=r"gemma: no such item; the items are itl-8b, .*; the models are bge-base"):
         command.choose(["gemma"])
 
 
@@ -159,8 +161,11 @@ def test_items_of_quantized_models_and_adapters_are_compared_with_the_same_model
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for index, item in enumerate(ITEMS):
+        if item in pooling.POOLING_ITEMS:
+            continue
         if not item.base:
-            assert "quantization_config" not in shapes.read(item.model)
+            in_itself = item.model.startswith(("gpt-oss-120b", "llama-3.3-70b"))
+            assert ("quantization_config" in shapes.read(item.model)) == in_itself
             continue
         base = next(one for one in ITEMS[:index] if one.name == item.base)
         assert shapes.read(item.model) | {"quantization_config": None} == shapes.read(base.model) | {
@@ -274,3 +279,53 @@ def test_adapters_have_the_shapes_of_the_model(tmp_path: Path) -> None:
     read = [read_modules(path, AdapterLimits(dtype=torch.bfloat16, max_rank=8)) for path in paths]
     assert len({one.digest for one in read}) == 3
     assert [len(one.modules) for one in read] == [28 * 7] * 3
+
+
+def test_figures_of_pooling_models_are_of_a_matrix_product_or_of_the_same_server() -> None:
+    own = [item for item in ITEMS if item.model in (pooling.BGE, pooling.RERANKER)]
+    bases = {item.name: item.base for item in own}
+    assert bases["embed-bge-16"] == bases["rerank-100"] == pooling.GEMM
+    assert bases["http-bge-16"] == "embed-bge-16" and bases["one-text-16-flood"] == "one-text-16"
+    assert len({item.flags for item in own if item.measure_server is not None}) == 2
+
+
+def test_operations_of_a_text() -> None:
+    """12 layers of 12 * 768^2 weights; attention multiplies twice 16 x 16 scores by 768."""
+    assert pooling.text_flop(pooling.BGE, 16) == 12 * (2 * 16 * 12 * 768**2 + 4 * 16 * 16 * 768)
+
+
+def test_texts_over_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of the mock worker are 20 ms: so long takes a text alone, and more one in a crowd."""
+    monkeypatch.setattr(pooling, "TIMED_CALLS", 6)
+    monkeypatch.setattr(pooling, "FLOOD_FIRST_S", 0.3)
+    flags = (
+        "--worker-cls",
+        "mock",
+        "--mock-step-ms",
+        "20",
+        "--max-queue-len",
+        "8192",
+        "--max-num-batched-tokens",
+        "1024",
+    )
+    with served.serve(shapes.write(pooling.BGE, tmp_path), flags, tmp_path / "log") as running:
+        rate = pooling.call_rate(pooling.BGE, TextLoad(128, 16), 32)(running)
+        assert 0 < rate.value < 128 * pooling.text_flop(pooling.BGE, 16) / 0.02 / 1e12
+        tokenized = pooling.one_text("/tokenize", 16)(running)
+        alone = pooling.one_text("/v1/embeddings", 16)(running)
+        assert tokenized.value < 20 < alone.value < 200
+        beside = pooling.one_text_beside_flood(16, TextLoad(16000, 16), 32)(running)
+        assert beside.value > 20 and len(beside.runs) == 2
+
+
+def test_a_ranking(tmp_path: Path) -> None:
+    flags = ("--worker-cls", "mock", "--mock-step-ms", "1")
+    with served.serve(shapes.write(pooling.RERANKER, tmp_path), flags, tmp_path / "log") as running:
+        assert pooling.rerank_rate(pooling.RERANKER, 5, 24)(running).value > 0
+
+
+def test_without_a_gpu_there_is_no_matrix_product(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(BenchError, match="ended with 2: torch sees no GPU"):
+        pooling.matrix_product(SuiteContext(tmp_path, (), tmp_path))

@@ -25,8 +25,9 @@ from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror, L
 from blockyard.services.gpu_worker.execution.ranks.pipelined_steps import PipelinedCpuSteps
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.models.interface import Model
+from blockyard.services.gpu_worker.parallel.collectives import Collectives, PendingCollective
 from blockyard.services.gpu_worker.parallel.commands import Command, Followers
-from blockyard.services.gpu_worker.parallel.rank_group import Collectives, PendingCollective, RankGroup
+from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.parallel.team import RankGroups
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.messages import Geometry

@@ -8,6 +8,7 @@ from tiny_models import settings
 
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.encoders.encoder_runner import EncoderRunner
+from blockyard.services.gpu_worker.interfaces import Report
 from blockyard.services.gpu_worker.ranks.leader_team import LeaderTeam
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.config.services.worker import WorkerConfig
@@ -27,8 +28,9 @@ def report(phase: str, progress: float, notes: list[str]) -> None:
 class Group:
     """A leader in this process, and its followers."""
 
-    def __init__(self, config: WorkerConfig, folder: Path) -> None:
-        self.ended, self.errors, self._config = threading.Event(), list[BlockyardError](), config
+    def __init__(self, config: WorkerConfig, folder: Path, on_report: Report = report) -> None:
+        self.ended, self.errors = threading.Event(), list[BlockyardError]()
+        self._config, self._on_report = config, on_report
         self.team = LeaderTeam(config, folder, self._end)
         self.team.start({})
 
@@ -38,7 +40,7 @@ class Group:
         return runner
 
     def start_any(self) -> Runner | EncoderRunner:
-        runner = engine.start(self._config, report, team=self.team)
+        runner = engine.start(self._config, self._on_report, team=self.team)
         self.team.serve()
         return runner
 

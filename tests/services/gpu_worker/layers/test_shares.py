@@ -33,6 +33,7 @@ from blockyard.services.gpu_worker.loading.linear_spec import part
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.quantization.dense import UnquantizedExperts
+from blockyard.services.gpu_worker.quantization.kept.form import KeptExperts
 from blockyard.services.gpu_worker.quantization.method import Fusion
 from blockyard.shared.errors import ConfigError
 
@@ -189,8 +190,11 @@ EXPERTS: dict[str, Callable[[LinearLayers, int, int], ExpertWeights]] = {
 def test_experts(kind: str, config: dict[str, object] | None, size: int) -> None:
     hidden, inner = (32, 128) if config else (6, 12)
     whole, *ranks = built(lambda layers: EXPERTS[kind](layers, hidden, inner), size, config)
-    assert isinstance(ranks[0].gate_up, UnquantizedExperts)
-    assert ranks[0].gate_up.weight.shape == (3, 2 * inner // size, hidden)
+    own = ranks[0].gate_up
+    if config:
+        assert isinstance(own, KeptExperts) and own.shape == (hidden, 2 * inner // size)
+    else:
+        assert isinstance(own, UnquantizedExperts) and own.weight.shape == (3, 2 * inner // size, hidden)
     x = torch.randn(5, hidden, dtype=torch.float64)
     for expert in range(3):
         parts = torch.stack([of_one(one, expert, x) for one in ranks])
@@ -232,7 +236,7 @@ def test_spread_experts_that_cannot_be_are_refused() -> None:
 
 
 def test_blocks_of_inputs_are_not_cut() -> None:
-    with pytest.raises(ConfigError, match="no whole blocks of 32"):
+    with pytest.raises(ConfigError, match="no whole groups of 32"):
         list(built(lambda layers: EXPERTS["in pairs"](layers, 32, 96), 4, MXFP4))
 
 

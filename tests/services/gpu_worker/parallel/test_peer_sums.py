@@ -1,7 +1,5 @@
 """Sums of ranks by kernels: what they take, where they stand in a model, and that a lost part is an error."""
 
-import multiprocessing
-import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,22 +7,22 @@ from typing import Any, cast
 
 import pytest
 import torch
+from gpu_ranks import run_processes, sum_by_kernels, sum_in_symmetric_memory
 
 from blockyard.kernels.all_reduce.peer_buffers import PeerBuffers, empty_buffer, make_buffers
-from blockyard.kernels.all_reduce.references import sum_add_rms_norm_reference, sum_ranks_reference
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror
 from blockyard.services.gpu_worker.layers.fused_ops import SummedOps, TorchOps
 from blockyard.services.gpu_worker.layers.linear import dense_linear
 from blockyard.services.gpu_worker.layers.norm import NoNorm
 from blockyard.services.gpu_worker.parallel import sum_measurement
-from blockyard.services.gpu_worker.parallel.meeting import Meeting
 from blockyard.services.gpu_worker.parallel.peer_memory import PeerMemory
 from blockyard.services.gpu_worker.parallel.peer_sums import PeerSums
-from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankGroup, connect_cpus
+from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.parallel.sum_measurement import SumMeasurement, choose_sums
 from blockyard.services.gpu_worker.parallel.sum_table import SIZES, SumTable, SumWay, same_way
+from blockyard.services.gpu_worker.ranks.leader_team import ENVIRONMENT
 from blockyard.shared.errors import RankLostError
 
 HALF_BYTES, EPS = 1 << 16, 1e-5
@@ -160,28 +158,14 @@ def test_gpus_that_do_not_reach_each_other_are_a_line(refused: str, monkeypatch:
     assert (refused if refused else "one step to") in line
 
 
-def run_rank(rank: int, size: int, folder: Path) -> None:
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    group = connect_cpus(Shard(rank, size), GroupStores(Meeting(folder)), "ranks")
-    memory = PeerMemory(group, device, 1 << 22)
-    numbers = torch.Generator(device).manual_seed(3)
-    for rows, cols in ((1, 4096), (7, 2880), (33, 8192)):
-        parts = torch.randn(size, rows, cols, generator=numbers, device=device).bfloat16()
-        residual, weight = parts[0] * 2, parts[1][0].abs()
-        for way in (SumWay.ONE_STEP, SumWay.TWO_STEPS):
-            kernels = PeerSums(memory, None, same_way(way, 1 << 22))
-            total = kernels.sum(parts[rank].clone())
-            assert total is not None
-            assert torch.equal(total, sum_ranks_reference(list(parts)))
-            own = residual.clone()
-            normed = kernels.sum_add_rms_norm(parts[rank], own, weight, EPS)
-            added, wanted = sum_add_rms_norm_reference(list(parts), residual, weight, EPS)
-            assert torch.equal(own, added)
-            torch.testing.assert_close(normed, wanted, rtol=2e-2, atol=2e-2)
-    kernels.check()
-    group.least(0)
-    os._exit(0)  # the memory of others may still be mapped
+def test_ranks_that_share_a_gpu_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum takes as long as the driver takes to switch between processes, and the transport is in no graph."""
+    monkeypatch.setattr(sum_measurement, "PeerMemory", lambda *_: OwnMemory(num_ranks=2))
+    group, lines = RankGroup(Shard(0, 2), GROUP, DEVICE, shares_gpu=True), list[str]()
+    found = choose_sums(group, Path(), 64, torch.float16, lines.append, in_order=False)
+    assert found is not None
+    assert found.way(torch.zeros(HALF_BYTES // 8, dtype=torch.float16), has_norm=False) is SumWay.ONE_STEP
+    assert lines == ["sums of ranks: one step to 32 KiB; with a norm: one step to 32 KiB"]
 
 
 @pytest.mark.cuda
@@ -189,11 +173,13 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("size", [2, 4])
 def test_processes_that_share_gpus(size: int, tmp_path: Path) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    ranks = [spawn.Process(target=run_rank, args=(rank, size, tmp_path)) for rank in range(size)]
-    for one in ranks:
-        one.start()
-    for one in ranks:
-        one.join(120)
-        one.kill()
-    assert [one.exitcode for one in ranks] == [0] * size
+    run_processes(sum_by_kernels, [(rank, size, tmp_path) for rank in range(size)])
+
+
+@pytest.mark.cuda
+@pytest.mark.alone
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_symmetric_memory_of_processes_that_share_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    run_processes(sum_in_symmetric_memory, [(rank, tmp_path) for rank in range(2)])

@@ -1,7 +1,6 @@
 """Weights in mxfp4 against the format's definition, value by value, and whole checkpoints with them."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,17 +9,16 @@ from mxfp4_files import QUANTIZATION, write_mxfp4
 from plan_driver import Driver
 from quantized_checkpoint import Checkpoints, check_logits
 from safetensors.torch import load_file
-from tiny_models import settings, start
+from tiny_models import start
 from torch import Tensor
 
-from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.layers.moe.expert_weights import stacked_experts
-from blockyard.services.gpu_worker.loading import checkpoint, parallel_load
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.registry import find_family
 from blockyard.services.gpu_worker.parallel.shares import WHOLE, Shard
 from blockyard.services.gpu_worker.quantization.formats import mxfp4
+from blockyard.services.gpu_worker.quantization.kept.table4_a16 import CODES, SCALES
 from blockyard.shared.errors import ConfigError, LoadError
 from blockyard.shared.messages import Sampling
 
@@ -34,17 +32,20 @@ def value_of(code: int, scale: int) -> float:
     return (-size if sign else size) * 2.0 ** (scale - 127)
 
 
+def numbers(blocks: Tensor, scales: Tensor) -> Tensor:
+    """What a matrix with these bytes is multiplied as, float32."""
+    kept = {CODES: blocks.flatten(-2), SCALES: scales.view(torch.float8_e8m0fnu)}
+    return mxfp4.FORM.dequantize(kept, 2 * blocks[0].numel(), torch.float32)
+
+
 def test_every_code_and_scale() -> None:
     """Bytes 0 to 255 have every pair of codes. The smallest and largest scales here are those of normal bfloat16."""
-    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 240, 16, 16)
-    scales = torch.arange(4, 244, dtype=torch.uint8).view(1, 240, 1).expand(1, 240, 16).contiguous()
-    values = mxfp4.decode(blocks, torch.bfloat16)
-    assert values.shape == (1, 240, 512)
-    mxfp4.multiply(values, scales)
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).expand(240, 16, 16)
+    scales = torch.arange(4, 244, dtype=torch.uint8).view(240, 1).expand(240, 16).contiguous()
     want = [
         [value_of(code, scale) for byte in range(256) for code in (byte & 15, byte >> 4)] for scale in range(4, 244)
     ]
-    assert torch.equal(values[0].double(), torch.tensor(want, dtype=torch.float64))
+    assert torch.equal(numbers(blocks, scales).double(), torch.tensor(want, dtype=torch.float64))
 
 
 @pytest.fixture(scope="module")
@@ -59,27 +60,14 @@ def table_of(folder: Path) -> WeightTable:
     return table
 
 
-def weights(table: WeightTable) -> Iterator[tuple[str, Tensor]]:
-    for name, place in table.places.items():
-        yield name.removesuffix("_blocks"), place.target
-
-
-def test_a_checkpoint_in_mxfp4_is_the_one_that_transformers_decodes(folders: Checkpoints) -> None:
-    plain = table_of(folders.plain)
-    checkpoint.load(plain, folders.plain, "auto", [], 0, lambda done: None)
-    want = dict(weights(plain))
-    for chunk_bytes in (None, 1000):
-        packed = table_of(folders.packed)
-        before = packed.size_bytes
-        if chunk_bytes is None:
-            checkpoint.load(packed, folders.packed, "auto", [], 0, lambda done: None)
-        else:  # from several threads, as to a GPU
-            parallel_load.load([folders.packed / "model.safetensors"], packed, lambda done: None, chunk_bytes)
-            packed.finish()
-        got = dict(weights(packed))
-        assert want.keys() == got.keys()
-        assert all(torch.equal(value, got[name]) for name, value in want.items())
-        assert packed.size_bytes == plain.size_bytes < before, "no scale is kept"
+def test_a_matrix_in_mxfp4_is_the_one_that_transformers_decodes(folders: Checkpoints) -> None:
+    """Which gives [experts, inputs, outputs]."""
+    plain, packed = (load_file(one / "model.safetensors") for one in (folders.plain, folders.packed))
+    stacks = [name.removesuffix("_blocks") for name in packed if name.endswith("_blocks")]
+    assert len(stacks) == 2 * 3
+    for name in stacks:
+        for want, blocks, scales in zip(plain[name], packed[f"{name}_blocks"], packed[f"{name}_scales"], strict=True):
+            assert torch.equal(numbers(blocks, scales).T, want)
 
 
 def output(folder: Path, **fields: object) -> list[int]:
@@ -89,11 +77,7 @@ def output(folder: Path, **fields: object) -> list[int]:
     return stream.output
 
 
-@pytest.mark.parametrize("keeps_codes", [False, True])
-def test_ranks_have_some_experts_whole(
-    folders: Checkpoints, monkeypatch: pytest.MonkeyPatch, keeps_codes: bool
-) -> None:
-    monkeypatch.setattr(mxfp4, "KEEPS_CODES", keeps_codes)
+def test_ranks_have_some_experts_whole(folders: Checkpoints) -> None:
     config = json.loads((folders.packed / "config.json").read_text())
     stored = load_file(folders.packed / "model.safetensors")
     prefix, num, hidden = "model.layers.0.mlp.experts", config["num_local_experts"], config["hidden_size"]
@@ -118,26 +102,13 @@ def test_the_same_tokens(folders: Checkpoints) -> None:
     assert output(folders.packed) == output(folders.plain)
 
 
-def test_codes_may_be_kept(folders: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mxfp4, "KEEPS_CODES", True)
+def test_codes_are_kept(folders: Checkpoints) -> None:
     runner = check_logits(folders)
     assert any(line.startswith("Table4A16 weights") for line in runner.model.table.describe_unused())
-    with pytest.raises(ConfigError, match="mxfp4 weights of 48 inputs; a multiple of 32"):
-        start(folders.packed, config_overrides='{"intermediate_size": 48}')
 
 
-@pytest.mark.parametrize("overrides", ["{}", NULLED])
-def test_dummy_weights(folders: Checkpoints, overrides: str) -> None:
-    """As random as without the format: with any scales but 2 ** 0 they would not be."""
-    runner = engine.start(
-        settings(folders.packed, load_format="dummy", config_overrides=overrides), lambda phase, progress, notes: None
-    )
-    places = runner.model.table.places
-    blocks = [name for name in places if name.endswith("_blocks")]
-    assert bool(blocks) == (overrides == "{}")
-    assert not [name for name in places if name.endswith("_scales")]
-    name = "model.layers.0.mlp.experts.down_proj"
-    assert 0.015 < float(places[f"{name}_blocks" if blocks else name].target.std()) < 0.025
+def test_dummy_weights(folders: Checkpoints) -> None:
+    assert len(output(folders.packed, load_format="dummy")) == 8
 
 
 def test_what_does_not_fit_is_refused(folders: Checkpoints) -> None:
@@ -145,9 +116,5 @@ def test_what_does_not_fit_is_refused(folders: Checkpoints) -> None:
         start(folders.packed, config_overrides=NULLED)
     with pytest.raises(LoadError, match=r"a weight that the model does not: .*_proj"):
         start(folders.plain, config_overrides=json.dumps(QUANTIZATION))
-    table = table_of(folders.packed)
-    name = "model.layers.0.mlp.experts.down_proj_scales"
-    with pytest.raises(LoadError, match="has bfloat16, expected uint8"):
-        table.put(name, torch.zeros(table.places[name].shape, dtype=torch.bfloat16))
     with pytest.raises(ConfigError, match="mxfp4 weights of 48 inputs; a multiple of 32"):
         start(folders.packed, config_overrides='{"intermediate_size": 48}')
