@@ -6,6 +6,7 @@ replica 0 that ends meanwhile joins its successor.
 """
 
 import contextlib
+import select
 import shutil
 import socket
 import tempfile
@@ -79,10 +80,8 @@ def _gather(folder: Path, size: int, check: Callable[[str], None]) -> MetReplica
         closing.callback(path.unlink, missing_ok=True)
         listener.listen(size)
         listener.settimeout(TURN_S)
-        while len(joined) < size - 1:
-            for replica in [one for one, end in joined.items() if _has_ended(end)]:
-                joined.pop(replica).close()
-            check("replica " + ", ".join(str(i) for i in range(1, size) if i not in joined))
+        while missing := [i for i in range(1, size) if i not in joined or _has_ended(joined[i])]:
+            check("replica " + ", ".join(map(str, missing)))
             with contextlib.suppress(TimeoutError):
                 end, _ = listener.accept()
                 closing.callback(end.close)
@@ -143,10 +142,5 @@ def _wait(end: socket.socket, replica: Shard, check: Callable[[str], None]) -> M
 
 
 def _has_ended(end: socket.socket) -> bool:
-    """One that waits sends nothing more."""
-    try:
-        return not end.recv(MOST_BYTES, socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+    """One that waits sends nothing more: what can be read is its end."""
+    return bool(select.select([end], [], [], 0)[0])

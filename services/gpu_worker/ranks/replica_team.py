@@ -34,8 +34,8 @@ class ReplicaTeam:
         self._pipes = {other: FramePipe[StepOffer](both[0], StepOffer) for other, both in met.sockets.items()}
         self._offers: dict[int, deque[StepOffer]] = {other: deque() for other in self._pipes}  # of steps to come
         self._ranks = ReplicaRanks(met.folder, replica, LEADER)
-        signs = {other: FramePipe[Sign](both[1], Sign) for other, both in met.sockets.items()}
-        self._watch = RankSigns(signs, self._lost)
+        self._signs = {other: FramePipe[Sign](both[1], Sign) for other, both in met.sockets.items()}
+        self._watch = RankSigns(self._signs, self._lost)
         self._watch.start()
 
     def connect(self, connect: Connect) -> "RankGroup":
@@ -83,8 +83,9 @@ class ReplicaTeam:
     def close(self) -> None:
         """The others end."""
         self._watch.stop()
-        for pipe in self._pipes.values():
+        for other, pipe in self._pipes.items():
             pipe.close()
+            self._signs[other].close()
 
     def _lost(self, replica: int, what: str, failed: RankFailed | None) -> None:
         self._on_end(RankLostError(f"replica {replica} of {self._replica.size} {what}; all replicas end"))
