@@ -6,6 +6,7 @@ replica 0 that ends meanwhile joins its successor.
 """
 
 import contextlib
+import os
 import select
 import shutil
 import socket
@@ -34,12 +35,14 @@ class ReplicaJoin(Frame, frozen=True):
     """A replica is there."""
 
     replica: int
+    pid: int
 
 
 class ReplicasComplete(Frame, frozen=True):
     """All are there. With the frame come two sockets to each other replica, in the order of their numbers."""
 
     folder: str
+    pids: list[int]  # by replica
 
 
 _joins = msgspec.msgpack.Decoder(ReplicaJoin)
@@ -51,6 +54,7 @@ class MetReplicas:
     """What a replica has of the others of the same start."""
 
     folder: Path  # private to all of them
+    pids: list[int]  # by replica
     sockets: dict[int, tuple[socket.socket, socket.socket]]  # by replica: for offers, and for signs of life
 
 
@@ -73,7 +77,7 @@ def meet(folder: Path, replica: Shard, timeout_s: float, turn: Callable[[], None
 
 
 def _gather(folder: Path, size: int, check: Callable[[str], None]) -> MetReplicas:
-    path, joined = folder / SOCKET, dict[int, socket.socket]()
+    path, joined, pids = folder / SOCKET, dict[int, socket.socket](), [os.getpid()] * size
     path.unlink(missing_ok=True)
     with contextlib.ExitStack() as closing, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(path))
@@ -87,13 +91,14 @@ def _gather(folder: Path, size: int, check: Callable[[str], None]) -> MetReplica
                 closing.callback(end.close)
                 end.settimeout(TURN_S)
                 try:
-                    joined[_joins.decode(end.recv(MOST_BYTES)).replica] = end
+                    frame = _joins.decode(end.recv(MOST_BYTES))
+                    joined[frame.replica], pids[frame.replica] = end, frame.pid
                 except (OSError, msgspec.MsgspecError):
                     end.close()  # it joins again, if it is still there
-        return _hand_over(folder, joined)
+        return _hand_over(folder, joined, pids)
 
 
-def _hand_over(folder: Path, joined: dict[int, socket.socket]) -> MetReplicas:
+def _hand_over(folder: Path, joined: dict[int, socket.socket], pids: list[int]) -> MetReplicas:
     """One that is gone by now closes its sockets, which ends the others, too."""
     for old in folder.glob(f"{PREFIX}*"):  # of starts that have ended
         shutil.rmtree(old, ignore_errors=True)
@@ -102,14 +107,14 @@ def _hand_over(folder: Path, joined: dict[int, socket.socket]) -> MetReplicas:
     for one, other in combinations(sorted(sockets), 2):
         pairs = [socket.socketpair() for _ in range(SOCKETS_OF_PAIR)]
         sockets[one][other], sockets[other][one] = ((pairs[0][i], pairs[1][i]) for i in range(2))
-    frame = _encode(ReplicasComplete(str(own)))
+    frame = _encode(ReplicasComplete(str(own), pids))
     for replica, end in joined.items():
         given = [one for _, both in sorted(sockets[replica].items()) for one in both]
         with contextlib.suppress(OSError):
             socket.send_fds(end, [frame], [one.fileno() for one in given])
         for one_end in given:
             one_end.close()
-    return MetReplicas(own, sockets[FIRST])
+    return MetReplicas(own, pids, sockets[FIRST])
 
 
 def _join(folder: Path, replica: Shard, check: Callable[[str], None]) -> MetReplicas:
@@ -118,7 +123,7 @@ def _join(folder: Path, replica: Shard, check: Callable[[str], None]) -> MetRepl
         end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with end, contextlib.suppress(OSError):  # it does not listen yet, or has ended meanwhile
             end.connect(str(folder / SOCKET))
-            end.send(_encode(ReplicaJoin(replica.rank)))
+            end.send(_encode(ReplicaJoin(replica.rank, os.getpid())))
             end.settimeout(TURN_S)
             if (met := _wait(end, replica, check)) is not None:
                 return met
@@ -138,7 +143,8 @@ def _wait(end: socket.socket, replica: Shard, check: Callable[[str], None]) -> M
                 one.set_inheritable(False)
             others = [i for i in range(replica.size) if i != replica.rank]
             pairs = zip(ends[::SOCKETS_OF_PAIR], ends[1::SOCKETS_OF_PAIR], strict=True)
-            return MetReplicas(Path(_completes.decode(frame).folder), dict(zip(others, pairs, strict=True)))
+            complete = _completes.decode(frame)
+            return MetReplicas(Path(complete.folder), complete.pids, dict(zip(others, pairs, strict=True)))
 
 
 def _has_ended(end: socket.socket) -> bool:

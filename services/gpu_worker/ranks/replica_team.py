@@ -3,6 +3,9 @@
 Their leaders agree on each step over a pipe to each other. A replica that ends, or is silent for 4 s, ends all.
 """
 
+import contextlib
+import os
+import signal
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +15,7 @@ from blockyard.services.gpu_worker.parallel.commands import RankFailed, Sign
 from blockyard.services.gpu_worker.parallel.replicas import Connect, ReplicaRanks, StepOffer
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.ranks.replica_meeting import MetReplicas
-from blockyard.services.gpu_worker.ranks.signs import RankSigns
+from blockyard.services.gpu_worker.ranks.signs import ENDED, RankSigns
 from blockyard.shared.errors import BlockyardError, RankLostError
 from blockyard.shared.process.frame_pipe import FramePipe
 
@@ -30,7 +33,7 @@ class ReplicaTeam:
     def __init__(self, replica: Shard, met: MetReplicas, on_end: OnEnd) -> None:
         """on_end: called in a thread when a replica is gone; must end this process."""
         self.folder: Path = met.folder
-        self._replica, self._on_end = replica, on_end
+        self._replica, self._on_end, self._pids = replica, on_end, met.pids
         self._pipes = {other: FramePipe[StepOffer](both[0], StepOffer) for other, both in met.sockets.items()}
         self._offers: dict[int, deque[StepOffer]] = {other: deque() for other in self._pipes}  # of steps to come
         self._ranks = ReplicaRanks(met.folder, replica, LEADER)
@@ -88,4 +91,7 @@ class ReplicaTeam:
             self._signs[other].close()
 
     def _lost(self, replica: int, what: str, failed: RankFailed | None) -> None:
+        if what != ENDED:  # it may be stopped: its launcher starts another
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pids[replica], signal.SIGKILL)
         self._on_end(RankLostError(f"replica {replica} of {self._replica.size} {what}; all replicas end"))

@@ -1,17 +1,21 @@
 """Replicas that have the experts together meet in any order and again, agree on steps, and end together."""
 
+import os
+import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from blockyard.services.gpu_worker.parallel.replicas import StepOffer
 from blockyard.services.gpu_worker.parallel.shares import Shard
-from blockyard.services.gpu_worker.ranks import replica_meeting
+from blockyard.services.gpu_worker.ranks import replica_meeting, signs
 from blockyard.services.gpu_worker.ranks.replica_meeting import MetReplicas, ReplicaJoin, meet
 from blockyard.services.gpu_worker.ranks.replica_team import ReplicaTeam
 from blockyard.shared.errors import BlockyardError, LoadError, RankLostError
@@ -63,7 +67,7 @@ def test_replicas_meet_in_any_order_and_again(order: list[int], tmp_path: Path) 
 def test_one_that_joined_and_is_gone_is_waited_for_again(tmp_path: Path) -> None:
     with ThreadPoolExecutor(SIZE) as pool:
         waiting = [pool.submit(meet, tmp_path, Shard(i, SIZE), 20.0, lambda: None) for i in (0, 2)]
-        for frame in (replica_meeting._encode(ReplicaJoin(1)), b"of a stranger"):
+        for frame in (replica_meeting._encode(ReplicaJoin(1, 0)), b"of a stranger"):
             while True:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as gone:
                     try:
@@ -112,10 +116,14 @@ def test_replicas_that_do_not_come_are_named(replica: int, missing: str, tmp_pat
 
 
 class Teams:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, pids: list[int] | None = None) -> None:
+        """pids: of the processes that are the replicas; None: all are this one."""
         self.errors: list[tuple[int, BlockyardError]] = []
+        met = meet_all(folder, [0, 1, 2])
+        assert all(one.pids == [os.getpid()] * SIZE for one in met)
         self.all = [
-            ReplicaTeam(Shard(i, SIZE), met, self._ending(i)) for i, met in enumerate(meet_all(folder, [0, 1, 2]))
+            ReplicaTeam(Shard(i, SIZE), replace(one, pids=pids or one.pids), self._ending(i))
+            for i, one in enumerate(met)
         ]
 
     def _ending(self, replica: int) -> Callable[[BlockyardError], None]:
@@ -160,3 +168,19 @@ def test_one_that_is_gone_ends_all(tmp_path: Path) -> None:
     assert all(isinstance(error, RankLostError) for _, error in found.errors)
     for team in (found.all[0], found.all[2]):
         team.close()
+
+
+def test_one_that_is_silent_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signs, "SILENT_S", 1.0)
+    monkeypatch.setattr(signs, "SIGN_S", 0.1)
+    stopped = subprocess.Popen(["sleep", "60"])
+    found = Teams(tmp_path, [stopped.pid] * SIZE)
+    for team in found.all:
+        team.serve()
+    found.all[2]._watch.stop()
+    assert stopped.wait(5) == -signal.SIGKILL
+    for team in found.all[:2]:
+        team.close()
+    assert found.errors and all("replica 2 of 3 is silent for" in str(error) for _, error in found.errors)
+    for pipe in (*found.all[2]._pipes.values(), *found.all[2]._signs.values()):
+        pipe.close()
