@@ -54,7 +54,7 @@ from blockyard.services.gpu_worker.prompt_adapters.adapter_hosts import (
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.startup.backend import Backend, pick_backend
 from blockyard.services.gpu_worker.startup.model_tables import declare, make_table, with_headers
-from blockyard.services.gpu_worker.startup.rank_connection import connect_ranks, connect_replicas
+from blockyard.services.gpu_worker.startup.rank_connection import connect_ranks, connect_replicas, free_of_all
 from blockyard.services.gpu_worker.startup.stage_choice import choose_stage, describe_stage, make_stage_model
 from blockyard.services.gpu_worker.startup.start_report import StartReport, Throttle
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
@@ -182,11 +182,11 @@ def load(
     folder, shard = Path(config.model_path), WHOLE if team is None else team.place.shard
     kv_dtype = kv_scales.pick_kv_dtype(config.kv_cache_dtype, dtype, backend.has_8_bit_kv)
     whole, stage = declare(build, settings, dtype, config, shard), None
+    exchange, config = connect_replicas(config, replicas, shard, backend, report)
     if team is not None:
-        stage = choose_stage(whole, team, config, backend.free_bytes(config), kv_dtype)
+        stage = choose_stage(whole, team, config, free_of_all(config, backend, exchange), kv_dtype)
     with naming_leader(team):
         share = check(build, settings, whole, config, backend, stage)
-    exchange, config = connect_replicas(config, replicas, shard, backend, report)
     ranks, config = connect_ranks(config, team, backend, report)
     groups = [*([] if ranks is None else [ranks.everyone]), *([] if exchange is None else [exchange.group])]
     table = make_table(config, dtype, backend, share, shard, ranks, exchange)
@@ -309,7 +309,7 @@ def make_runner(
             start_pooled_steps(again, pools[1], backend, report)
 
     hosts = make_hosts(lora, config, loaded.reader, loaded.model)
-    of_steps = start_steps, matchers, config.logprobs_mode, hosts, send, replicas if loaded.model.experts() else None
+    of_steps = start_steps, matchers, config.logprobs_mode, hosts, send, replicas
     runner = Runner(model, loaded.pool, geometry, store, *of_steps)
     start_steps(runner)
     return runner

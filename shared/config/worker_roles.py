@@ -12,7 +12,7 @@ from blockyard.shared.config.worker_fields import executor
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import KVRole
 
-EXPERTS, REPLICAS, STAGES = "enable-expert-parallel", "data-parallel-size", "pipeline-parallel-size"
+EXPERTS, REPLICAS = "enable-expert-parallel", "data-parallel-size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,6 @@ def num_expert_replicas(to_start: Sequence[WorkersOfRole], model: Checkpoint) ->
         raise ConfigError(f"{where}: {values.where('enable-lora')}: not built yet, a row's adapter does not go with it")
     if len(to_start) > 1 or to_start[0].num_workers != size:
         raise ConfigError(f"{where}: workers of --prefill-workers and --decode-workers have all experts each")
-    if values.get(STAGES, int) > 1:
-        raise ConfigError(f"{where}: {values.where(STAGES)} {values[STAGES]}: not built yet, a replica has one stage")
     if executor(values) == "ray":
         raise ConfigError(f"{where}: replicas are processes of one machine, and Ray does not start them")
     if values["model-impl"] == "transformers" or not _is_known(model):

@@ -363,8 +363,9 @@ class WeightTable:
             if name.startswith((prefix, f"model.{prefix}")):
                 names.add(name)
                 return False
-        if self.whole is not None and self.whole.wants(name):
-            return False  # of another stage
+        if self.whole is not None:
+            self.whole.wants(name)  # raises if no stage has it
+            return False
         raise LoadError(f"the checkpoint has a weight that the model does not: {name}")
 
     def put(self, name: str, value: Tensor) -> None:

@@ -45,6 +45,13 @@ def connect_replicas(
     return ExpertExchange(group, shard), _fitting(config, group, report)
 
 
+def free_of_all(config: WorkerConfig, backend: Backend, exchange: ExpertExchange | None) -> int:
+    """Returns the free memory of a device in bytes, and of several replicas the least: stages have the same layers in
+    all of them."""
+    free = backend.free_bytes(config)
+    return free if exchange is None else exchange.group.least(free)
+
+
 def _fitting(config: WorkerConfig, group: RankGroup, report: StartReport) -> WorkerConfig:
     """Returns the settings that fit a group."""
     if not group.shares_gpu:

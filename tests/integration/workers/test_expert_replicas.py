@@ -98,3 +98,10 @@ def test_tokens_are_those_of_one_worker(flags: tuple[str, ...], victim: str, tmp
     text = log.read_text("utf-8", "replace")
     assert f"replica {victim.split()[1]} of 2 has ended; all replicas end" in text
     assert "Traceback" not in text
+
+
+def test_replicas_may_have_stages(tmp_path: Path) -> None:
+    model = BY_NAME["qwen3-moe"].save(tmp_path / "model")
+    with serve(str(tmp_path / "model"), *FLAGS, "-pp", "2") as server:
+        check(asyncio.run(answers(server, 1)), model)
+        check(asyncio.run(answers(server, 5)), model)

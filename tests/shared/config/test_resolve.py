@@ -153,7 +153,6 @@ def test_experts_are_spread_over_replicas() -> None:
     ("flags", "config", "said"),
     [
         (["-tp", "4"], MIXTURE, "6 experts cannot be on 8 ranks"),
-        (["-pp", "2"], MIXTURE, "-pp 2: not built yet"),
         (["--enable-lora"], MIXTURE, "--enable-lora: not built yet"),
         (["--decode-workers", "1"], MIXTURE, "--decode-workers have all experts each"),
         (["--distributed-executor-backend", "ray"], MIXTURE, "Ray does not start them"),
