@@ -2,14 +2,23 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Self
+from typing import Any, Self
 
+import torch
 from rank_logits import CPU, load
 from reference_ops import run_ahead
 
+from blockyard.services.gpu_worker.execution.cuda.decode_graphs import (
+    SAMPLE_VARIANTS,
+    CapturedGraphs,
+    DecodeSize,
+    DecodeSteps,
+    ForwardOutput,
+)
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.parallel.expert_exchange import ExpertExchange
 from blockyard.services.gpu_worker.parallel.meeting import Meeting
@@ -20,6 +29,29 @@ from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.messages import Geometry
 
 CAPACITY = 16
+
+
+class Recomputed:
+    """In the place of a CUDA graph: computes again what was captured."""
+
+    def __init__(self, compute: Callable[[], None]) -> None:
+        self.replay = compute
+
+
+def recomputed(decodes: DecodeSteps, size: DecodeSize, replayed: list[DecodeSize]) -> CapturedGraphs:
+    output = ForwardOutput(
+        torch.zeros(size.rows, decodes.model.embeddings()[0].shape[1]),
+        torch.zeros(size.rows, decodes.model.shape.vocab_size),
+    )
+
+    def forward() -> None:
+        replayed.append(size)
+        found = decodes._forward(size)
+        output.hidden.copy_(found.hidden)
+        output.logits.copy_(found.logits)
+
+    samples: list[Any] = [Recomputed(partial(decodes._sample, size.rows, output, edits)) for edits in SAMPLE_VARIANTS]
+    return CapturedGraphs(Recomputed(forward), output, samples)
 
 
 class QueuedOffers:
@@ -46,7 +78,10 @@ class QueuedOffers:
 class TwoReplicas:
     """Each computes what it is given, then serves the other until that is done, too."""
 
-    def __init__(self, folder: Path, group: Path, geometry: Geometry) -> None:
+    def __init__(self, folder: Path, group: Path, geometry: Geometry, graph_rows: Sequence[int] = ()) -> None:
+        """graph_rows: sizes of decodes that have graphs."""
+        self._graph_rows = graph_rows
+        self.replayed: list[list[DecodeSize]] = [[], []]
         self._folder, self._group, self._geometry = folder, group, geometry
         inboxes = [SimpleQueue[StepOffer]() for _ in range(2)]
         self.offers = [QueuedOffers(i, inboxes) for i in range(2)]
@@ -82,5 +117,8 @@ class TwoReplicas:
         model = load(self._folder, None, spread=True, exchange=exchange)
         pool = KVPool(model.shape, self._geometry.num_blocks, self._geometry.block_size, model.table.dtype, CPU)
         runner = Runner(model, pool, self._geometry, None, lambda runner: None, agreement=self.offers[replica])
-        run_ahead(runner, CAPACITY, seed=replica, records_layers=False, masks=False)
+        decodes = run_ahead(runner, CAPACITY, seed=replica, records_layers=False, masks=False).decodes
+        for size in decodes.sizes:
+            if size.rows in self._graph_rows:
+                decodes._graphs[size] = recomputed(decodes, size, self.replayed[replica])
         return runner

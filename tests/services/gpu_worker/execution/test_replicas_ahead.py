@@ -36,7 +36,8 @@ def streams(found: list[Stream], lengths: tuple[int, ...], num_tokens: int, dept
     driver.run()
 
 
-def test_tokens_are_those_of_one_replica(tmp_path: Path) -> None:
+@pytest.mark.parametrize("graph_rows", [(), (2, 8)])
+def test_tokens_are_those_of_one_replica(graph_rows: tuple[int, ...], tmp_path: Path) -> None:
     """The first replica has several prompts, the second one, and one of them is done long before the other."""
     folder, group = tmp_path / "model", tmp_path / "group"
     group.mkdir()
@@ -47,7 +48,7 @@ def test_tokens_are_those_of_one_replica(tmp_path: Path) -> None:
     for lengths, num_tokens in (of_first, of_second):
         streams(expected, lengths, num_tokens, 1, alone)
     first_streams, second_streams = list[Stream](), list[Stream]()
-    both = TwoReplicas(folder, group, alone.geometry).run(
+    both = TwoReplicas(folder, group, alone.geometry, graph_rows).run(
         partial(streams, first_streams, *of_first, 3), partial(streams, second_streams, *of_second, 2)
     )
     ties = Ties()
@@ -60,3 +61,7 @@ def test_tokens_are_those_of_one_replica(tmp_path: Path) -> None:
     assert any(not first.is_decode and second.is_decode for first, second in agreed)
     assert any(not first.num_rows for first, _ in agreed) and agreed[-1][1].num_rows, "the first serves the second"
     assert all(first.num_rows or second.num_rows for first, second in agreed), "no step has no rows"
+    rows = [[size.rows for size in sizes] for sizes in both.replayed]
+    assert rows[0] == rows[1] and set(rows[0]) == set(graph_rows), "both replay graphs of one size"
+    decodes = [pair for pair in agreed if all(one.is_decode for one in pair)]
+    assert len(rows[0]) == (len(decodes) if graph_rows else 0), "and none beside a prompt"
