@@ -5,6 +5,7 @@ Tiles are exchanged as integers of the size of their elements.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.all_reduce.peer_buffers import EMPTY_WORD
 
@@ -53,27 +54,31 @@ def take(place, inside, polls, failed_ptr, reported_ptr):
 
 
 @triton.jit
-def begin_sum(num_sums_ptr, failed_ptr, most_polls, MOST: tl.constexpr):
-    """Counts a sum. Returns the half that it uses, and how often `take` reads: not again after a failure.
+def begin_sum(
+    weight_ptr, cols, size, num_sums_ptr, failed_ptr, most_polls,
+    NORM: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Loads the weight of the norm, which no kernel before this one writes, and counts the sum.
 
-    A program reads one word, and writes it and those of programs that other sums have, too.
+    Returns the weight, the half of the buffers that the sum uses, and how often `take` reads: not again after a
+    failure. A program reads one word, and writes it and those of programs that other sums have, too.
     """
+    if PDL:
+        gdc_launch_dependents()
+    weight = load_for_norm(weight_ptr + cols, cols < size, NORM)
+    if PDL:
+        gdc_wait()
     program, programs = tl.program_id(0), tl.num_programs(0)
     num_sums = tl.load(num_sums_ptr + program)
     polls = tl.where(tl.load(failed_ptr) == 0, most_polls, 0)
     at = tl.arange(0, MOST)
     tl.store(num_sums_ptr + at, num_sums + 1, mask=at % programs == program)
-    return num_sums & 1, polls
+    return weight, num_sums & 1, polls
 
 
 @triton.jit
-def load_weight(place, inside, NORM: tl.constexpr):
-    return tl.load(place, mask=inside, other=0.0).to(tl.float32) if NORM else 0.0
-
-
-@triton.jit
-def load_residual(place, inside, NORM: tl.constexpr):
-    """Before the wait for other ranks, so that both take the time of one."""
+def load_for_norm(place, inside, NORM: tl.constexpr):
+    """What `finish_row` needs with NORM. Call it before a wait for other ranks, so that both take the time of one."""
     return tl.load(place, mask=inside, other=0.0).to(tl.float32) if NORM else 0.0
 
 

@@ -3,14 +3,12 @@
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.all_reduce.exchange import (
     begin_sum,
     buffer_of,
     finish_row,
-    load_residual,
-    load_weight,
+    load_for_norm,
     take,
     to_bits,
 )
@@ -27,15 +25,12 @@ def _one_step_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     # program i: rows i, i + programs and so on. It sends LEAD rows before it waits for the first
-    if PDL:
-        gdc_launch_dependents()
     BITS: tl.constexpr = tl.int16 if part_ptr.dtype.element_ty.primitive_bitwidth == 16 else tl.int32
     cols = tl.arange(0, TILE)
-    weight = load_weight(weight_ptr + cols, cols < size, NORM)
-    if PDL:
-        gdc_wait()
+    weight, half, polls = begin_sum(
+        weight_ptr, cols, size, num_sums_ptr, failed_ptr, most_polls, NORM, MOST, PDL
+    )  # fmt: skip
     first, step = tl.program_id(0), tl.num_programs(0)
-    half, polls = begin_sum(num_sums_ptr, failed_ptr, most_polls, MOST)
     own = buffer_of(addresses_ptr, rank, half, half_elements, BITS)
     for row in range(first, num_rows + LEAD * step, step):
         if row < num_rows:
@@ -51,7 +46,7 @@ def _one_step_kernel(
             at = taken * size + cols
             inside = (cols < size) & (at < num_elements)
             own_bits = to_bits(tl.load(part_ptr + at, mask=inside, other=0.0))
-            residual = load_residual(residual_ptr + taken * residual_stride + cols, inside, NORM)
+            residual = load_for_norm(residual_ptr + taken * residual_stride + cols, inside, NORM)
             total = tl.zeros([TILE], tl.float32)
             for peer in tl.static_range(SIZE):
                 bits = own_bits

@@ -3,14 +3,12 @@
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.all_reduce.exchange import (
     begin_sum,
     buffer_of,
     finish_row,
-    load_residual,
-    load_weight,
+    load_for_norm,
     take,
     to_bits,
 )
@@ -64,16 +62,13 @@ def _two_step_kernel(
 ):  # fmt: skip
     # program i: groups i, i + programs and so on, of SIZE rows, of which each rank adds one. The first half of the
     # elements of a buffer is for parts of the own rows, from each rank, the second for sums
-    if PDL:
-        gdc_launch_dependents()
     dtype: tl.constexpr = part_ptr.dtype.element_ty
     BITS: tl.constexpr = tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32
     cols = tl.arange(0, TILE)
-    weight = load_weight(weight_ptr + cols, cols < size, NORM)
-    if PDL:
-        gdc_wait()
+    weight, half, polls = begin_sum(
+        weight_ptr, cols, size, num_sums_ptr, failed_ptr, most_polls, NORM, MOST, PDL
+    )  # fmt: skip
     num_groups, step = tl.cdiv(num_rows, SIZE), tl.num_programs(0)
-    half, polls = begin_sum(num_sums_ptr, failed_ptr, most_polls, MOST)
     own = buffer_of(addresses_ptr, rank, half, half_elements, BITS)
     group_size = size * SIZE
     for group in range(tl.program_id(0), num_groups + 2 * LEAD * step, step):
@@ -94,7 +89,7 @@ def _two_step_kernel(
                 row = taken * SIZE + peer
                 at = row * size + cols
                 inside = (cols < size) & (at < num_elements)
-                residual = load_residual(residual_ptr + row * residual_stride + cols, inside, NORM)
+                residual = load_for_norm(residual_ptr + row * residual_stride + cols, inside, NORM)
                 bits = take(own + most_elements + at, inside, polls, failed_ptr, reported_ptr)
                 total = bits.to(dtype, bitcast=True)
                 to_sum = sum_ptr + row * sum_stride + cols

@@ -148,7 +148,9 @@ def _place_chunks_kernel(
 
 
 def map_experts(experts: Tensor, num_experts: int, tile: int, loads: Tensor | None = None) -> ExpertMap:
-    """experts [rows, top_k] int32, contiguous, each from 0 to num_experts - 1; tile: at least 1.
+    """experts [rows, top_k] int32, contiguous, each from 0 to num_experts; tile: at least 1.
+
+    Pairs of the number `num_experts`, which is no expert, are in no tile.
 
     loads [num_experts] int32, contiguous, gets the number of pairs of each expert, if there are rows. The number of
     tiles follows from the shape of `experts` alone. Raises ValueError for another dtype or layout.

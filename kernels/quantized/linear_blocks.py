@@ -17,7 +17,7 @@ from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace, fits, wi
 from blockyard.kernels.programmatic_launch import pdl_options
 from blockyard.kernels.quantized.block_weights import BLOCK, BlockWeights, dequantized_blocks
 from blockyard.kernels.quantized.unpack_assembly import unpack_assembly
-from blockyard.kernels.quantized.unpack_tiles import numbers, scale_numbers
+from blockyard.kernels.quantized.unpack_tiles import less_zeros, numbers, scale_numbers
 
 CACHE_LINE = 128  # bytes
 
@@ -60,15 +60,6 @@ def _load_groups(ptr, step, outs, out, GROUP: tl.constexpr, E8M0: tl.constexpr, 
 
 
 @triton.jit
-def _less_zeros(number, zero, WHOLE: tl.constexpr):
-    """WHOLE: zeros are whole, so that the difference is exact in the dtype of the numbers."""
-    if WHOLE:
-        return number - zero.to(number.dtype)[:, None]
-    else:  # noqa: RET505, only one branch is compiled
-        return (number.to(tl.float32) - zero[:, None]).to(number.dtype)
-
-
-@triton.jit
 def _add_block(
     total, x_desc, codes_desc, table_ptr, scales, zeros, step, row_start, place,
     SUB: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
@@ -89,8 +80,8 @@ def _add_block(
         below = x_desc.load([row_start, start])
         above = x_desc.load([row_start, start + HALF])
         if ZEROS:
-            low = _less_zeros(low, zeros[i * SUB * PER_HALF // HALF], WHOLE)
-            high = _less_zeros(high, zeros[i * SUB * PER_HALF // HALF + PER_HALF], WHOLE)
+            low = less_zeros(low, zeros[i * SUB * PER_HALF // HALF], WHOLE)
+            high = less_zeros(high, zeros[i * SUB * PER_HALF // HALF + PER_HALF], WHOLE)
         if not SCALES:
             total = tl.dot(low, below.T, total, input_precision="ieee")
             total = tl.dot(high, above.T, total, input_precision="ieee")
@@ -106,7 +97,7 @@ def _add_block(
     return total
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "steps"])
 def _linear_blocks_kernel(
     x_desc, codes_desc, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, table_ptr, bias_ptr, out_ptr, parts_ptr,
     arrived_ptr, rows, outs, steps,

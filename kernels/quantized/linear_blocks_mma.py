@@ -20,7 +20,7 @@ from blockyard.kernels.int_math import ceil_div
 from blockyard.kernels.programmatic_launch import pdl_options
 from blockyard.kernels.quantized.block_weights import BLOCK, BlockWeights
 from blockyard.kernels.quantized.unpack_assembly import unpack_assembly
-from blockyard.kernels.quantized.unpack_tiles import scale_numbers
+from blockyard.kernels.quantized.unpack_tiles import less_zeros, scale_numbers
 
 MAX_ROWS = 16
 HALF = 64  # bytes of the codes of one output in a block, and inputs of each half
@@ -129,14 +129,6 @@ def _halves(codes, DTYPE: gl.constexpr, ASM: gl.constexpr):
 
 
 @gluon.jit
-def _less_zeros(number, zero, WHOLE: gl.constexpr):
-    if WHOLE:
-        return number - gl.expand_dims(zero, 2).to(number.dtype)
-    else:  # noqa: RET505, only one branch is compiled
-        return (number.to(gl.float32) - gl.expand_dims(zero, 2)).to(number.dtype)
-
-
-@gluon.jit
 def _add_step(
     total, tiles, x_ptr, step, rows, size,
     C: gl.constexpr, WARPS: gl.constexpr, ROW_TILE: gl.constexpr, SUB: gl.constexpr, GROUP: gl.constexpr,
@@ -151,8 +143,8 @@ def _add_step(
     for i in gl.static_range(PIECES):
         low, high = _halves(codes[i], DTYPE, ASM)
         if ZEROS:
-            low = _less_zeros(low, zeros[0 if WHOLE_BLOCK else i], WHOLE)
-            high = _less_zeros(high, zeros[0 if WHOLE_BLOCK else PIECES + i], WHOLE)
+            low = less_zeros(low, zeros[0 if WHOLE_BLOCK else i], WHOLE)
+            high = less_zeros(high, zeros[0 if WHOLE_BLOCK else PIECES + i], WHOLE)
         below = _load_x(x_ptr, step, rows, size, i * SUB, C, WARPS, ROW_TILE, SUB, EVEN)
         above = _load_x(x_ptr, step, rows, size, 64 + i * SUB, C, WARPS, ROW_TILE, SUB, EVEN)
         if not SCALES:
@@ -171,7 +163,7 @@ def _add_step(
     return total
 
 
-@gluon.jit(do_not_specialize=["rows"])
+@gluon.jit(do_not_specialize=["rows", "blocks"])
 def _linear_blocks_mma_kernel(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, bias_ptr, out_ptr, rows, outs, size, blocks,
     OUT_TILE: gl.constexpr, ROW_TILE: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr, SUB: gl.constexpr,
@@ -225,6 +217,11 @@ def can_multiply(weights: BlockWeights, dtype: torch.dtype) -> bool:
     return weights.is_4bit and unpack_assembly(weights.kind, dtype, weights.zeros is None, weights.table) != ""
 
 
+def mma_row_tile(rows: int) -> int:
+    """The rows of a tile, for which a kernel is compiled."""
+    return 8 if rows <= 8 else MAX_ROWS
+
+
 def linear_blocks_mma(
     x: Tensor, weights: BlockWeights, bias: Tensor | None, *, out_tile: int, warps: int, ahead: int, pdl: bool
 ) -> Tensor:
@@ -245,7 +242,7 @@ def linear_blocks_mma(
     _linear_blocks_mma_kernel[(ceil_div(outs, out_tile),)](
         x, codes, codes if scales is None else scales, codes if zeros is None else zeros,
         codes if row_scales is None else row_scales, codes if bias is None else bias, out, rows, outs, size,
-        len(codes), OUT_TILE=out_tile, ROW_TILE=8 if rows <= 8 else 16, WARPS=warps, AHEAD=ahead,
+        len(codes), OUT_TILE=out_tile, ROW_TILE=mma_row_tile(rows), WARPS=warps, AHEAD=ahead,
         SUB=weights.group if 0 < weights.group < HALF else HALF, GROUP=weights.group, SCALES=scales is not None,
         E8M0=weights.is_e8m0, ZEROS=zeros is not None, WHOLE=zeros is not None and not zeros.is_floating_point(),
         ROW_SCALES=row_scales is not None, EVEN=size % (BLOCK * warps) == 0,

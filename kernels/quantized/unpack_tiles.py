@@ -67,6 +67,16 @@ def scale_numbers(scale, E8M0: tl.constexpr):
 
 
 @triton.jit
+def less_zeros(number, zero, WHOLE: tl.constexpr):
+    """number [..., inputs] less the zero [...] of its row. WHOLE: zeros are whole, so that the difference is exact in
+    the dtype of the numbers."""
+    if WHOLE:
+        return number - tl.expand_dims(zero.to(number.dtype), -1)
+    else:  # noqa: RET505, only one branch is compiled
+        return (number.to(tl.float32) - tl.expand_dims(zero, -1)).to(number.dtype)
+
+
+@triton.jit
 def load_codes(codes_ptr, output, known, start, SIZE: tl.constexpr, CODES: tl.constexpr, TILE: tl.constexpr):
     """Codes of TILE inputs from `start` on: [..., TILE] of outputs [..., 1] int64, or [..., TILE / 2] bytes of two.
 

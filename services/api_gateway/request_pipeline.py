@@ -18,8 +18,8 @@ from blockyard.services.api_gateway.responses.event_stream import EventStream
 from blockyard.services.api_gateway.responses.full_response import CollectedChoice, encode_full_response
 from blockyard.services.api_gateway.responses.http_generation import HttpGeneration, OpenRequests
 from blockyard.services.api_gateway.responses.logged_text import LoggedStream, choice_name, log_outputs, prompt_text
-from blockyard.services.api_gateway.responses.paced_stream import PacedStream
 from blockyard.services.api_gateway.responses.response_writer import ResponseWriter
+from blockyard.services.api_gateway.responses.stream_interval import PacedStream
 from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import (

@@ -1,6 +1,6 @@
 """Builds a ready runner from the settings: device, weights, memory. Imports torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +12,17 @@ import torch
 from blockyard.services.gpu_worker.child_processes.start import Child
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.cores import default_threads
-from blockyard.services.gpu_worker.encoders.encoder_engine import follow_encoder, start_encoder
+from blockyard.services.gpu_worker.encoders.encoder_engine import EncoderStart, follow_encoder, start_encoder
 from blockyard.services.gpu_worker.encoders.encoder_ranks import EncoderFollower
 from blockyard.services.gpu_worker.encoders.encoder_runner import EncoderRunner
 from blockyard.services.gpu_worker.execution.pooled_steps import PooledSteps
+from blockyard.services.gpu_worker.execution.ranks.expert_balancer import ExpertBalancer
+from blockyard.services.gpu_worker.execution.ranks.expert_moves import (
+    MovableExperts,
+    agree_on_numbers,
+    describe_spread,
+    movable_experts,
+)
 from blockyard.services.gpu_worker.execution.ranks.follower import Follower, FollowerNeeds
 from blockyard.services.gpu_worker.execution.ranks.leader import LeaderModel, LeaderPool, LeaderStore
 from blockyard.services.gpu_worker.interfaces import Report
@@ -24,21 +31,19 @@ from blockyard.services.gpu_worker.kv.pool import KVPool, block_bytes
 from blockyard.services.gpu_worker.layers.cpu_offload import HostWeights, describe_experts
 from blockyard.services.gpu_worker.loading import checkpoint, checkpoint_check, page_cache
 from blockyard.services.gpu_worker.loading.classifier_tokens import settle_classifier
-from blockyard.services.gpu_worker.loading.hf_config import read_config, read_eos_ids
+from blockyard.services.gpu_worker.loading.hf_config import read_config
 from blockyard.services.gpu_worker.loading.weights import HostShare, WeightTable
 from blockyard.services.gpu_worker.lora.module_tensors import last_name
 from blockyard.services.gpu_worker.lora.ranks.leader_adapters import LeaderAdapters
 from blockyard.services.gpu_worker.lora.reader_client import AdapterReader, ReaderProcess
 from blockyard.services.gpu_worker.lora.targets import ModelTargets
 from blockyard.services.gpu_worker.lora.worker_adapters import WorkerAdapters
-from blockyard.services.gpu_worker.memory import KVMemoryNeed, MemoryPlan, free_host_bytes, length_that_fits, plan_host
+from blockyard.services.gpu_worker.memory import MemoryPlan, free_host_bytes, plan_host
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.models.registry import Build, find_family, is_of_transformers
-from blockyard.services.gpu_worker.models.stage_model import StageModel
-from blockyard.services.gpu_worker.parallel.expert_exchange import ExpertExchange
 from blockyard.services.gpu_worker.parallel.loading_slots import loading_slot
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
-from blockyard.services.gpu_worker.parallel.replicas import ReplicaPeers, StepAgreement
+from blockyard.services.gpu_worker.parallel.replicas import ExpertExchange, ReplicaPeers, StepAgreement
 from blockyard.services.gpu_worker.parallel.shares import WHOLE
 from blockyard.services.gpu_worker.parallel.stages import Stage
 from blockyard.services.gpu_worker.parallel.team import RankGroups, RankTeam, SendCommand, naming_leader
@@ -53,6 +58,7 @@ from blockyard.services.gpu_worker.prompt_adapters.adapter_hosts import (
 )
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.startup.backend import Backend, pick_backend
+from blockyard.services.gpu_worker.startup.geometry import card_of, eos_ids_of, geometry_of, need_of
 from blockyard.services.gpu_worker.startup.model_tables import declare, make_table, with_headers
 from blockyard.services.gpu_worker.startup.rank_connection import connect_ranks, connect_replicas, free_of_all
 from blockyard.services.gpu_worker.startup.stage_choice import choose_stage, describe_stage, make_stage_model
@@ -61,12 +67,10 @@ from blockyard.services.gpu_worker.structured_output.matcher_processes import Ma
 from blockyard.services.gpu_worker.warm_up import first_step
 from blockyard.services.kv_transfer.host.host_store import BlockStore
 from blockyard.shared.config.pooling.output_kinds import OutputKind, first_kind
-from blockyard.shared.config.pooling.pooling_card import make_card
-from blockyard.shared.config.pooling.pooling_choice import PoolingChoice
 from blockyard.shared.config.services.lora import LoraConfig
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.messages import Geometry, PoolingCard, PoolingTask
+from blockyard.shared.messages import Geometry
 from blockyard.shared.quantization import KEY
 
 DTYPES = {
@@ -90,6 +94,7 @@ class LoadedModel:
     ranks: RankGroups | None  # None: one rank
     adapters: WorkerAdapters | None  # LoRA adapters; None: it serves none
     reader: AdapterReader | None  # of adapters of both kinds; None: it serves neither
+    experts: MovableExperts | None  # None: experts stay where they are
 
 
 def start(
@@ -117,10 +122,8 @@ def start(
     shape = build(settings, WeightTable(dtype, torch.device("meta"))).shape
     if not shape.has_kv:
         length = pick_length(config.max_model_len, shape.max_positions)
-        return start_encoder(config, settings, build, dtype, length, backend, report, team)
+        return start_encoder(EncoderStart(config, settings, build, dtype, length, backend, report, team))
     generates = config.task == "generate" and first_kind(settings) is OutputKind.TOKENS
-    if team is not None and config.prompts is not None:
-        raise ConfigError(f"{config.describe_ranks()}: a model with prompt adapters runs on one rank")
     by = ", by its class in transformers" if is_of_transformers(family) else ""
     report.note(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}{by}")
     loaded = load(config, settings, build, dtype, backend, report, team, make_reader, replicas, generates=generates)
@@ -130,7 +133,7 @@ def start(
 def follow(config: WorkerConfig, team: RankTeam, replicas: ReplicaPeers | None = None) -> Follower | EncoderFollower:
     """Loads the share of a rank that is not the leader. Raises ConfigError or LoadError."""
     backend, report = pick_backend(config.device), StartReport(lambda phase, done, notes: None)
-    config = of_host(config)
+    config = msgspec.structs.replace(of_host(config), prompts=None)  # the leader sends the vectors of each step
     backend.set_up(config.threads or default_threads(config.replicas), None)
     settings = read_settings(config, report)
     dtype = pick_dtype(config.dtype, settings.get("dtype") or settings.get("torch_dtype"), backend)
@@ -139,12 +142,12 @@ def follow(config: WorkerConfig, team: RankTeam, replicas: ReplicaPeers | None =
     shape = build(settings, WeightTable(dtype, torch.device("meta"))).shape
     if not shape.has_kv:
         length = pick_length(config.max_model_len, shape.max_positions)
-        return follow_encoder(config, settings, build, dtype, length, backend, report, team)
+        return follow_encoder(EncoderStart(config, settings, build, dtype, length, backend, report, team))
     loaded = load(config, settings, build, dtype, backend, report, team, replicas=replicas)
     assert loaded.ranks is not None
     needs = FollowerNeeds(loaded.model, loaded.pool, loaded.ranks, loaded.geometry)
     steps = backend.follower_steps(needs, loaded.config)
-    return Follower(loaded.model, loaded.pool, loaded.store, steps, loaded.adapters)
+    return Follower(loaded.model, loaded.pool, loaded.store, steps, loaded.adapters, loaded.experts)
 
 
 def readers(first: Child | None) -> MakeReader:
@@ -196,12 +199,12 @@ def load(
     if stage is not None and ranks is not None:
         model = make_stage_model(model, stage, ranks)
         report.note(describe_stage(stage))
-    if config.expert_parallel and not (groups and model.experts()):
-        what = "there is one rank" if model.experts() else "this model has none"
-        report.note(f"--enable-expert-parallel spreads no experts: {what}")
+    report.note(*describe_spread(config, model, ranks, exchange))
     scales = kv_scales.place_scales(model.table, model.shape.num_layers, kv_scales.are_in_checkpoint(config))
     max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
     reader = start_reader(config, model, max_model_len, make_reader or readers(None))
+    # before inference mode, in which classes of transformers cannot be traced
+    undivided = None if team is None or config.lora is None else declare(build, settings, dtype, config, WHOLE)
     progress = Throttle(lambda done: report.phase("loading weights", done))
     slot = loading_slot(None if team is None else team.folder.parent, config.max_parallel_loading)
     with torch.inference_mode(), page_cache.read_ahead(config, 0 if team is None else team.place.rank):
@@ -210,6 +213,7 @@ def load(
                 model.table, folder, config.load_format, config.ignore_patterns, config.seed, progress
             )
         report.note(str(loaded), *model.table.describe_unused())
+        agree_on_numbers(model.experts(), table.ranks, None if exchange is None else exchange.group)
         kv_block_bytes = block_bytes(model.shape, config.block_size, kv_dtype)
         config = backend.fit_num_seqs(config, kv_block_bytes)
         for group in groups:
@@ -218,7 +222,6 @@ def load(
         prepare(model, config, longest, backend, report)
         if table.ranks is not None:
             backend.pick_sums(model, table.ranks, config, report)
-        undivided = None if team is None else declare(build, settings, dtype, config, WHOLE)
         adapters = make_adapters(model, undivided, config.lora, backend, report, reader)
         eos_ids = eos_ids_of(folder, settings, model.shape.vocab_size)
         need = need_of(model, config, longest, kv_block_bytes)
@@ -242,7 +245,8 @@ def load(
         report.note(*kv_scales.set_pool_scales(pool, scales, config, first_layer))
         store = backend.make_store(host_plan, pool)
     geometry = geometry_of(model, eos_ids, config, need, plan.num_blocks, host_plan.num_blocks)
-    return LoadedModel(model, pool, store, geometry, config, ranks, adapters, reader)
+    experts = movable_experts(config, model, ranks)
+    return LoadedModel(model, pool, store, geometry, config, ranks, adapters, reader, experts)
 
 
 @contextmanager
@@ -259,19 +263,6 @@ def with_least(plan: MemoryPlan, ranks: RankGroup, report: StartReport) -> Memor
     if least < plan.num_blocks:
         report.note(f"KV blocks: {least}, because another rank has room for no more")
     return MemoryPlan(least, plan.notes)
-
-
-def need_of(model: Model, config: WorkerConfig, max_model_len: int, kv_block_bytes: int) -> KVMemoryNeed:
-    return KVMemoryNeed(
-        block_size=config.block_size,
-        block_bytes=kv_block_bytes,
-        max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        window=window_of(model.shape.windows, max_model_len),
-        max_step_tokens=config.max_num_batched_tokens,
-        batch_invariant=config.batch_invariant,
-        shorten=config.fit_max_model_len,
-    )
 
 
 def make_runner(
@@ -296,11 +287,14 @@ def make_runner(
         geometry = msgspec.structs.replace(geometry, pooling=card_of(config, pools[0], settings, geometry))
         report.note(pools[0].describe())
     send: SendCommand | None = None
+    balancer: ExpertBalancer | None = None
     if loaded.ranks is not None and team is not None and team.send is not None:
         send = team.send
         lora = None if loaded.adapters is None else LeaderAdapters(loaded.adapters, send, team)
         model, loaded.pool.mirror = LeaderModel(model, loaded.ranks, send), LeaderPool(send)
         store = None if store is None else LeaderStore(store, send)
+        if loaded.experts is not None and config.expert_balance is not None:
+            balancer = ExpertBalancer(loaded.experts, config.tensor_parallel_size, config.expert_balance, send)
 
     def start_steps(again: Runner) -> None:
         if pools is None:
@@ -309,20 +303,13 @@ def make_runner(
             start_pooled_steps(again, pools[1], backend, report)
 
     hosts = make_hosts(lora, config, loaded.reader, loaded.model)
-    of_steps = start_steps, matchers, config.logprobs_mode, hosts, send, replicas
-    runner = Runner(model, loaded.pool, geometry, store, *of_steps)
+    runner = Runner(
+        model, loaded.pool, geometry, store, start_steps, matchers, config.logprobs_mode, hosts, send, balancer
+    )
+    if replicas is not None:
+        runner.share_experts(replicas)
     start_steps(runner)
     return runner
-
-
-def card_of(config: WorkerConfig, choice: PoolingChoice, settings: dict[str, Any], geometry: Geometry) -> PoolingCard:
-    """Returns what a decoder that pools serves."""
-    task = PoolingTask(config.task) if config.task != "generate" else PoolingTask.EMBED
-    return make_card(
-        *(task, choice, settings, Path(config.model_path), geometry.max_model_len),
-        has_kv=True,
-        has_pair_template=config.has_pair_template,
-    )
 
 
 def make_adapters(
@@ -368,36 +355,6 @@ def make_matchers(config: WorkerConfig, geometry: Geometry) -> MatcherProcesses:
         geometry.eos_token_ids,
         engines=config.grammar_engines,
         num_slots=config.max_num_seqs,
-    )
-
-
-def eos_ids_of(folder: Path, settings: dict[str, Any], vocab_size: int) -> list[int]:
-    """Returns the end-of-sequence ids that are inside the vocabulary."""
-    return [i for i in read_eos_ids(folder, settings) if 0 <= i < vocab_size]
-
-
-def geometry_of(
-    model: Model, eos_ids: list[int], config: WorkerConfig, need: KVMemoryNeed, num_blocks: int, num_host_blocks: int
-) -> Geometry:
-    """Returns the sizes and limits of the worker that are sent to the scheduler."""
-    max_model_len = length_that_fits(need, num_blocks)
-    return Geometry(
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        max_model_len=max_model_len,
-        vocab_size=model.shape.vocab_size,
-        eos_token_ids=eos_ids,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        num_host_blocks=num_host_blocks,
-        window=window_of(model.shape.windows, max_model_len),
-        num_adapter_places=0 if config.lora is None else config.lora.max_loras,
-        num_host_adapters=0 if config.lora is None else config.lora.max_cpu_loras,
-        num_stages=config.pipeline_parallel_size,
-        balanced_context=model.balanced_context() if isinstance(model, StageModel) else 0,
-        num_prompt_adapters=0 if config.prompts is None else config.prompts.max_adapters,
-        num_extra_tokens=0 if config.lora is None else config.lora.extra_vocab_size,
-        base_len=0 if not config.long_factors else min(max_model_len, need.max_model_len // max(config.long_factors)),
     )
 
 
@@ -459,12 +416,6 @@ def pick_dtype(name: str, configured: object, backend: Backend) -> torch.dtype:
     if known is None and configured is not None:
         raise ConfigError(f"config.json: dtype {configured!r} is not one of {', '.join(DTYPES)}; --dtype sets one")
     return known or torch.bfloat16
-
-
-def window_of(windows: Sequence[int | None], max_model_len: int) -> int | None:
-    """Returns the largest sliding window of all layers, or None if a layer attends to all tokens."""
-    most = [max_model_len if window is None else window for window in windows]
-    return max(most) if most and max(most) < max_model_len else None
 
 
 def pick_length(asked: int | None, made_for: int) -> int:

@@ -4,6 +4,7 @@ A worker's `WeightTable` has the link of its device. Code that copies between th
 for all devices.
 """
 
+import mmap
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 
 
-class LinkEvent(Protocol):
-    """Marks a place in the work of a `LinkStream`."""
+class DeviceEvent(Protocol):
+    """Marks a place in the work of a device."""
 
     def record(self) -> None:
         """The event is complete when all work is that was launched on its stream so far."""
@@ -24,6 +25,10 @@ class LinkEvent(Protocol):
 
     def synchronize(self) -> None:
         """Waits until it is complete."""
+
+
+class LinkEvent(DeviceEvent, Protocol):
+    """Marks a place in the work of a `LinkStream`."""
 
     def hold_steps(self) -> None:
         """Later launches on the stream of steps wait for the event."""
@@ -37,6 +42,9 @@ class LinkStream(Protocol):
 
     def follow_steps(self) -> None:
         """Later launches on this stream wait for all that the stream of steps has now."""
+
+    def keep(self, tensor: Tensor) -> None:
+        """Memory of the stream of steps is not given to other tensors before what this stream has now is complete."""
 
     def event(self) -> LinkEvent:
         """Returns a new event of this stream, complete until it is recorded."""
@@ -54,11 +62,23 @@ class HostLink(Protocol):
     def host_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns uninitialized host memory, from and to which the device copies while the host goes on."""
 
-    def stream(self) -> LinkStream:
-        """Returns a new stream."""
+    def share(self, memory: mmap.mmap, address: int) -> object:
+        """Lets the device read and write mapped memory at this address, while the object that is returned lives.
+
+        Raises OSError.
+        """
+
+    def stream(self, *, is_urgent: bool = False) -> LinkStream:
+        """Returns a new stream. is_urgent: its small kernels start between those of steps, which fill the device."""
+
+    def event(self) -> DeviceEvent:
+        """Returns a new event, complete until it is recorded, of the stream that is current then."""
 
     def synchronize(self) -> None:
         """Waits for all work of the device."""
+
+    def synchronize_thread(self) -> None:
+        """Waits for what this thread has launched on its current stream."""
 
     def free_cached(self) -> None:
         """Gives memory that torch keeps for later tensors back to the device."""
@@ -83,26 +103,27 @@ class SameMemory:
     def host_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
-    def stream(self) -> LinkStream:
-        return _Immediate()
+    def share(self, memory: mmap.mmap, address: int) -> object:
+        return memory
+
+    def stream(self, *, is_urgent: bool = False) -> LinkStream:
+        return _SameStream()
+
+    def event(self) -> DeviceEvent:
+        return CompletedEvent()
 
     def synchronize(self) -> None:
+        """All work is complete."""
+
+    def synchronize_thread(self) -> None:
         """All work is complete."""
 
     def free_cached(self) -> None:
         """Nothing is kept."""
 
 
-class _Immediate:
-    """A `LinkStream` and its `LinkEvent` where work is complete when its call returns."""
-
-    def use(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def follow_steps(self) -> None: ...
-
-    def event(self) -> LinkEvent:
-        return self
+class CompletedEvent:
+    """A `LinkEvent` where work is complete when its call returns."""
 
     def record(self) -> None: ...
 
@@ -112,3 +133,19 @@ class _Immediate:
     def synchronize(self) -> None: ...
 
     def hold_steps(self) -> None: ...
+
+
+class _SameStream:
+    """A `LinkStream` where work is complete when its call returns."""
+
+    def use(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def follow_steps(self) -> None: ...
+
+    def keep(self, tensor: Tensor) -> None: ...
+
+    def event(self) -> LinkEvent:
+        return CompletedEvent()
+
+    def synchronize(self) -> None: ...

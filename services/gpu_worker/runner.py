@@ -7,6 +7,7 @@ import torch
 
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop, DeviceSteps
+from blockyard.services.gpu_worker.execution.ranks.expert_balancer import ExpertBalancer
 from blockyard.services.gpu_worker.execution.replica_steps import ReplicaSteps
 from blockyard.services.gpu_worker.interfaces import CompletedPlan, StoredLayers
 from blockyard.services.gpu_worker.kv.block_hashes import BlockHashes
@@ -37,18 +38,18 @@ class Runner:
         logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
         adapters: AdapterHosts | None = None,
         send: SendCommand | None = None,
-        agreement: StepAgreement | None = None,
+        balancer: ExpertBalancer | None = None,
     ) -> None:
         """start_steps: called after sleep, once memory is restored. It must call `use`, as must the caller before the
         first plan.
 
         matchers: make the masks of structured output, None for none. logprobs_mode: of output tokens; with others than
         `RAW_LOGPROBS` the steps must leave log-probabilities to the host. adapters: of the model; None: it serves none.
-        send: to the other ranks; None: there is one. agreement: with replicas that have the experts together with this
-        one; None: this one has all.
+        send: to the other ranks; None: there is one. balancer: of experts; None: they stay where they are.
         """
         self.geometry, self.model, self.pool = geometry, model, pool
-        self.adapters, self.send, self._agreement = adapters, send, agreement
+        self.adapters, self.send, self._balancer = adapters, send, balancer
+        self._agreement: StepAgreement | None = None
         self._replica_steps: ReplicaSteps | None = None
         self.batch = Batch(geometry, pool, store, matchers, None if adapters is None else adapters.prompts)
         self._depends: Callable[[StepPlan], bool] | None = None
@@ -56,18 +57,23 @@ class Runner:
         self._start_steps, self._logprobs_mode = start_steps, logprobs_mode
         self._offloaded: OffloadedWeights | None = None
         self._has_kv = True
+        self._has_chores = True  # there may be background work
         self._done: list[CompletedPlan] = []  # completed but not collected
+
+    def share_experts(self, agreement: StepAgreement) -> None:
+        """Other replicas have the experts together with this one. Call it before `use`."""
+        self._agreement = agreement
 
     def use(self, steps: DeviceSteps, step_s: float = 0.0, depends: Callable[[StepPlan], bool] | None = None) -> None:
         """Runs steps on `steps` from now on. Call it before the first plan. step_s: time of a decode step.
 
         depends: whether a plan may be applied only once no step is in flight; None: each may.
         """
-        self._depends = depends
+        self._depends, self._has_chores = depends, True
         if self._agreement is not None and (exchange := self.model.table.exchange) is not None:
             steps = self._replica_steps = ReplicaSteps(steps, exchange, self._agreement, self.send)
         self.geometry = msgspec.structs.replace(self.geometry, step_s=step_s)
-        self._loop = DeviceLoop(steps, self.batch, self.geometry, self._logprobs_mode)
+        self._loop = DeviceLoop(steps, self.batch, self.geometry, self._logprobs_mode, self.model.table.link)
         self.reset(0)
 
     @property
@@ -102,14 +108,18 @@ class Runner:
             return False  # the CPU has no background work
         if self.batch.slots.live.any():
             return True
-        is_left = self._loop.steps.idle()
-        self.forget_trial_steps()
+        is_left, was_left = self._loop.steps.idle(), self._has_chores
+        self._has_chores = is_left
+        if is_left or was_left:  # otherwise nothing was done
+            self.forget_trial_steps()
         return is_left
 
     def forget_trial_steps(self) -> None:
         """Keeps steps that served no request out of the loads of experts."""
         if self.model.table.expert_loads is not None:
             self.model.table.expert_loads.clear()
+        if self._balancer is not None:
+            self._balancer.restart()
 
     def reset(self, num_slots: int) -> None:
         """Waits for steps in flight, then drops their results and all slots. Keeps KV and block hashes."""
@@ -152,6 +162,9 @@ class Runner:
         """Applies a plan and starts its step. A slot that cannot run or sample fails without the others."""
         if self._depends is not None and self._depends(plan):
             self._wait_for_steps()
+        if self._balancer is not None and self._balancer.is_due():
+            self._wait_for_steps()
+            self._balancer.balance()
         self.sample_rows()
         if plan.adapters and self.adapters is not None:
             self.adapters.place(plan.adapters)
@@ -179,6 +192,7 @@ class Runner:
         """Returns the worker's counters and the counters of experts and of structured output."""
         matchers, loads = self.batch.matchers, self.model.table.expert_loads
         stats = stats if loads is None else loads.count(stats)
+        stats = stats if self._balancer is None else self._balancer.count(stats)
         return stats if matchers is None else matchers.count(stats)
 
     def execute(self, plan: StepPlan) -> list[SlotResult]:

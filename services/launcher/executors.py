@@ -111,7 +111,7 @@ def check_gpus(workers: Sequence[WorkerConfig], environ: Mapping[str, str], devi
 
 
 def count_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> int:
-    """Returns the number of GPUs that child processes will see."""
+    """Returns the number of GPUs that child processes will see. Ranks may share one that is named twice."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return sum(bool(_DEVICE.fullmatch(entry.name)) for entry in devices.iterdir())

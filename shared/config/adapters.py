@@ -93,9 +93,6 @@ def prompt_config(values: Values) -> PromptConfig | None:
         raise ConfigError(f"{values.where(name)}: needs --{MOST_TOKENS}, the most virtual tokens of an adapter")
     if (num := len(values.get(PROMPTS, list))) > most:
         raise ConfigError(f"{values.where(PROMPTS)}: {num} adapters; --max-prompt-adapters is {most}")
-    for flag in ("tensor-parallel-size", "pipeline-parallel-size"):
-        if (number := values.get(flag, int)) > 1:
-            raise ConfigError(f"{values.where(flag)} {number}: not built yet with prompt adapters")
     return PromptConfig(max_adapters=most, max_tokens=max_tokens)
 
 

@@ -244,6 +244,7 @@ def worker(of_role: WorkersOfRole, model: Checkpoint, process: ProcessConfig) ->
     worker_fields.check_kv_cache(values)
     worker_fields.check_ranks(values, model.config)
     fields, pooling = _fields(values, "worker"), worker_pooling_fields(values, model)
+    lora = adapters.worker_config(values)
     overrides = config_overrides(values) if values["worker-cls"] == "mock" else quantized_overrides(values, model)
     fields["mock"]["vocab_size"] = fields["mock"]["vocab_size"] or model.config.get("vocab_size", 0)
     fields["mock"]["max_model_len"] = model_length(model.config) or MOCK_LENGTH
@@ -262,7 +263,7 @@ def worker(of_role: WorkersOfRole, model: Checkpoint, process: ProcessConfig) ->
             "fit_max_model_len": values["max-model-len"] == "auto",
             "swap_space_gib": host_memory.swap_space(values),
             "kv_transfer": msgspec.to_builtins(kv_transfer.worker_config(values, of_role.role, process.bus)),
-            "lora": msgspec.to_builtins(adapters.worker_config(values)),
+            "lora": msgspec.to_builtins(lora),
             "prompts": msgspec.to_builtins(adapters.prompt_config(values)),
             **worker_fields.seq_fields(values),
             **worker_fields.graph_fields(values),
@@ -270,6 +271,7 @@ def worker(of_role: WorkersOfRole, model: Checkpoint, process: ProcessConfig) ->
             **worker_fields.kv_fields(values, said_quantization(values, model)),
             "config_overrides": msgspec.json.encode(overrides).decode(),
             **pooling,
+            **worker_fields.expert_fields(values, has_lora=lora is not None),
             **worker_fields.node_fields(values, process.bus),
             **worker_fields.stage_fields(values, model.config),
         },

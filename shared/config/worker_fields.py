@@ -25,6 +25,7 @@ FLAG = "compilation-config"
 QUERY_HEADS = ("num_attention_heads", "n_head")  # in config.json
 NUM_LAYERS = ("num_hidden_layers", "n_layer")
 PARALLEL = ("tensor-parallel-size", "pipeline-parallel-size")
+EPLB, EPLB_CONFIG = "enable-eplb", "eplb-config"
 EXECUTOR = "distributed-executor-backend"
 LEVELS = range(4)
 MOST_SEQS = 1024  # of a worker on a GPU without --max-num-seqs
@@ -39,6 +40,27 @@ class Compilation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     level: int = 2
     use_cudagraph: bool = True
     cudagraph_capture_sizes: list[int] = []
+
+
+class BalanceKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The keys of vLLM's --eplb-config."""
+
+    window_size: int = 1000
+    step_interval: int = 3000
+    log_balancedness: bool = False
+    num_redundant_experts: int = 0
+    log_balancedness_interval: int | None = None
+    use_async: bool | None = None
+    policy: str | None = None
+    communicator: str | None = None
+
+
+WITHOUT_EFFECT = {  # keys of --eplb-config
+    "log_balancedness_interval": "a line is written after each step_interval",
+    "use_async": "experts of one layer move between two steps",
+    "policy": "there is one",
+    "communicator": "ranks send experts as they send all else",
+}
 
 
 def graph_fields(values: Values) -> dict[str, Any]:
@@ -142,10 +164,16 @@ def check_kv_cache(values: Values) -> None:
 
 
 def notes(values: Values) -> list[str]:
-    """Returns a line if --kv-cache-memory-bytes makes --gpu-memory-utilization ineffective."""
-    if values.maybe("kv-cache-memory-bytes", int) is None or not values.is_given("gpu-memory-utilization"):
-        return []
-    return [f"{values.where('gpu-memory-utilization')}: has no effect beside --kv-cache-memory-bytes"]
+    """Returns lines about flags, and keys of them, that have no effect. Raises ConfigError."""
+    keys, where = _balance_keys(values), values.where(EPLB_CONFIG)
+    found = [
+        f"{where}: {name} {value}: has no effect, {reason}"
+        for name, reason in WITHOUT_EFFECT.items()
+        if (value := getattr(keys, name)) is not None
+    ]
+    if values.maybe("kv-cache-memory-bytes", int) is not None and values.is_given("gpu-memory-utilization"):
+        found.append(f"{values.where('gpu-memory-utilization')}: has no effect beside --kv-cache-memory-bytes")
+    return found
 
 
 def on_gpu(values: Values) -> bool:
@@ -172,10 +200,10 @@ def check_ranks(values: Values, config: Mapping[str, Any]) -> None:
         return
     names = config.get("architectures")
     is_known = not isinstance(names, list) or find_architecture(names) is not None
-    for flag in PARALLEL if values["model-impl"] == "transformers" or not is_known else ():
-        if (number := values.get(flag, int)) > 1:
-            where = f"{values.where(flag)} {number}"
-            raise ConfigError(f"{where}: not built for models that run by their class in transformers")
+    by_class = values["model-impl"] == "transformers" or not is_known
+    if by_class and (number := values.get("pipeline-parallel-size", int)) > 1:
+        where = f"{values.where('pipeline-parallel-size')} {number}"
+        raise ConfigError(f"{where}: not built for models that run by their class in transformers")
     if size == 1:
         return
     where = f"{values.where('tensor-parallel-size')} {size}"
@@ -187,6 +215,45 @@ def check_ranks(values: Values, config: Mapping[str, Any]) -> None:
             f"{values.where('calculate-kv-scales')}: each rank would measure its own heads; give "
             "--quantization-param-path"
         )
+
+
+def expert_fields(values: Values, *, has_lora: bool) -> dict[str, Any]:
+    """Returns WorkerConfig's field for moves of experts. has_lora: it serves adapters. Raises ConfigError."""
+    where, keys = values.where(EPLB), _balance_keys(values)
+    if not values[EPLB]:
+        if values.maybe(EPLB_CONFIG, dict):
+            raise ConfigError(f"{values.where(EPLB_CONFIG)}: needs --{EPLB}")
+        return {}
+    if not values["enable-expert-parallel"]:
+        raise ConfigError(f"{where}: needs --enable-expert-parallel: otherwise each rank has a share of every expert")
+    if values.get("data-parallel-size", int) > 1:
+        raise ConfigError(f"{where}: not built yet with --data-parallel-size above 1")
+    if values["batch-invariant"]:
+        raise ConfigError(f"{where}: not with --batch-invariant: a sum's rounding depends on which rank has an expert")
+    if has_lora:
+        raise ConfigError(f"{where}: not built yet with --enable-lora: what an adapter adds to experts does not move")
+    return {
+        "expert_balance": {
+            "interval_steps": keys.step_interval,
+            "window_steps": min(keys.window_size, keys.step_interval),
+            "logs": keys.log_balancedness,
+        }
+    }
+
+
+def _balance_keys(values: Values) -> BalanceKeys:
+    """Reads --eplb-config. Raises ConfigError for a key that is unknown, refused or wrong."""
+    where = values.where(EPLB_CONFIG)
+    try:
+        keys = msgspec.convert(values.maybe(EPLB_CONFIG, dict) or {}, BalanceKeys)
+    except msgspec.ValidationError as e:
+        raise ConfigError(f"{where}: {e}; the keys are {', '.join(BalanceKeys.__struct_fields__)}") from e
+    if keys.num_redundant_experts:
+        raise ConfigError(f"{where}: num_redundant_experts {keys.num_redundant_experts}: not built yet; use 0")
+    for name in ("window_size", "step_interval"):
+        if (value := getattr(keys, name)) < 1:
+            raise ConfigError(f"{where}: {name} {value}: must be at least 1")
+    return keys
 
 
 def executor(values: Values) -> str | None:

@@ -155,6 +155,8 @@ class Stats(FrameStruct, frozen=True):
     decode_launch_us_total: int = 0
     adapter_use: AdapterUse | None = None  # None: the workers serve no adapters
     ranks: list[RankStats] = []  # of a worker with several ranks: all of them
+    expert_rank_loads: list[float] = []  # of each layer with experts that move: of the fullest rank over the mean
+    experts_moved_total: int = 0  # to another rank
 
 
 class Member(FrameStruct, frozen=True):

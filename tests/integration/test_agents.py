@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from rig import serve
 
 QUESTION = "Which of the files has the longest line?"
-NUM_CALLS = 5
+NUM_CALLS = 3
 PARSER = ("--tool-call-parser", "auto", "--enable-auto-tool-choice")
 
 

@@ -14,9 +14,9 @@ from tiny_models import BY_NAME, greedy_score
 from worker.every_architecture import PROMPTS, TOKENIZER, check
 
 
-@pytest.mark.parametrize(("name", "model_impl"), [("deepseek-v2", "auto"), ("llama", "transformers")])
-def test_offline_tokens_equal_those_of_transformers(name: str, model_impl: str) -> None:
-    check(BY_NAME[name], model_impl=model_impl)
+@pytest.mark.parametrize(("name", "model_impl", "ranks"), [("deepseek-v2", "auto", 1), ("llama", "transformers", 2)])
+def test_offline_tokens_equal_those_of_transformers(name: str, model_impl: str, ranks: int) -> None:
+    check(BY_NAME[name], model_impl=model_impl, tensor_parallel_size=ranks)
 
 
 def test_a_mixture_is_served(tmp_path: Path) -> None:

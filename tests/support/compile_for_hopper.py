@@ -1,6 +1,7 @@
 """Compiles kernels for an H100 without a GPU, in another process, because Triton runs its interpreter in this one.
 
 All tests of this process share the other one, which has loaded torch and Triton: each list of launches is a fork of it.
+Triton finds kernels that are as in an earlier run in its cache.
 """
 
 import atexit
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import IO
 
 SHARED = 227 * 1024  # bytes of a multiprocessor
-SOURCE = Path(__file__).parents[2] / ".src"
+ROOT = Path(__file__).parents[2]
+SOURCE, CACHE = ROOT / ".src", ROOT / ".pytest_cache" / "triton"
 # Every launch of a kernel only compiles it, and prints its name and its bytes of shared memory.
 ONLY_COMPILE = """
 import torch, triton
@@ -47,7 +49,6 @@ for line in sys.stdin:
     if pid:
         print(os.waitpid(pid, 0)[1], flush=True)
         continue
-    os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, "cache")
     for number, name in ((1, "output"), (2, "errors")):
         os.dup2(os.open(os.path.join(folder, name), os.O_CREAT | os.O_WRONLY), number)
     try:
@@ -64,7 +65,8 @@ for line in sys.stdin:
 def _server() -> tuple[IO[str], IO[str]]:
     """The input and the output of the process, which ends with this one."""
     path = os.pathsep.join([str(SOURCE), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": path}
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(CACHE), "TRITON_STORE_BINARY_ONLY": "1"}
     command = [sys.executable, "-P", "-c", ONLY_COMPILE + SERVE]
     server = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     atexit.register(server.communicate)

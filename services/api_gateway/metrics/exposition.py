@@ -1,7 +1,7 @@
 """Metric families in prometheus_client's types: the gateways' and schedulers' families under vLLM's prefix, ours
 or both, and one series per member under ours."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import (
 )
 
 from blockyard.shared.config.services.gateway import MetricsNames
-from blockyard.shared.messages import FIRST_MASK_S, Role
+from blockyard.shared.messages import FIRST_MASK_S, Role, Stats
 from blockyard.shared.ring_client.metrics.histogram import BucketCounts
 from blockyard.shared.ring_client.metrics.member_counts import (
     FIRST_MASKS,
@@ -79,6 +79,18 @@ _MASK_COUNTERS = (
     ("constraint_mask_waits", "Sequences left without a token by a step: their mask was late", "mask_waits_total"),
     ("matcher_restarts", "Processes that make masks and were started again", "matcher_restarts_total"),
 )
+_EXPERT_LOADS: tuple[tuple[str, str, Callable[[Stats], list[float]]], ...] = (
+    (
+        "expert_load",
+        "Tokens of a layer's most loaded expert over the mean of its experts, lately",
+        lambda stats: stats.expert_loads,
+    ),
+    (
+        "expert_rank_load",
+        "Pairs of token and expert of a layer's fullest rank over the mean of ranks, in the last interval",
+        lambda stats: stats.expert_rank_loads,
+    ),
+)
 _EXPERT_COUNTERS = (
     ("expert_samples", "Steps of a mixture of experts whose choices were counted", "expert_samples_total"),
     ("experts_hit", "Experts of all layers that the counted steps chose at least once", "experts_hit_total"),
@@ -87,6 +99,7 @@ _EXPERT_COUNTERS = (
         "Experts that the counted steps would have chosen on average if all were chosen equally often",
         "experts_hit_if_even_total",
     ),
+    ("experts_moved", "Experts that have moved to another rank", "experts_moved_total"),
 )
 _LABELS = ["model_name", "member", "role", "kv_role"]  # the last one only of workers with KV transfers
 _QUEUE = ["model_name", "member"]
@@ -238,15 +251,15 @@ def _expert_families(members: Iterable[MemberTotals], model_name: str) -> Iterat
         for one, values in workers:
             counter.add_metric(values, one.count(field))
         yield counter
-    text = "Tokens of a layer's most loaded expert over the mean of its experts, lately"
-    load = GaugeMetricFamily("blockyard:expert_load", text, labels=[*_QUEUE, "layer"])
-    worst = GaugeMetricFamily("blockyard:expert_load_worst", "The largest expert_load of any layer", labels=_QUEUE)
-    for one, values in workers:
-        if one.ready is not None and one.stats.expert_loads:
-            for layer, value in enumerate(one.stats.expert_loads):
-                load.add_metric([*values, str(layer)], value)
-            worst.add_metric(values, max(one.stats.expert_loads))
-    yield from (load, worst)
+    for name, text, loads_of in _EXPERT_LOADS:
+        load = GaugeMetricFamily(f"blockyard:{name}", text, labels=[*_QUEUE, "layer"])
+        worst = GaugeMetricFamily(f"blockyard:{name}_worst", f"The largest {name} of any layer", labels=_QUEUE)
+        for one, values in workers:
+            if one.ready is not None and (loads := loads_of(one.stats)):
+                for layer, value in enumerate(loads):
+                    load.add_metric([*values, str(layer)], value)
+                worst.add_metric(values, max(loads))
+        yield from (load, worst)
 
 
 def _rank_families(members: Iterable[MemberTotals], model_name: str) -> Iterator[Metric]:

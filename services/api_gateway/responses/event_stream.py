@@ -10,8 +10,8 @@ from blockyard.services.api_gateway.apis.interface import PLAIN, ChoiceEvents, E
 from blockyard.services.api_gateway.apis.openai_fields import encode
 from blockyard.services.api_gateway.requests.generate_request import ResponseOptions
 from blockyard.services.api_gateway.responses.http_generation import without_output
-from blockyard.services.api_gateway.responses.paced_stream import joined_deltas
 from blockyard.services.api_gateway.responses.response_writer import ResponseWriter, size_of
+from blockyard.services.api_gateway.responses.stream_interval import joined_deltas
 from blockyard.shared.messages import TextDelta
 from blockyard.shared.output_parsing.parts import Part, PartKind
 from blockyard.shared.ring_client.choice_reader import ChoiceReader, joined

@@ -4,7 +4,7 @@ import logging
 
 from blockyard.services.api_gateway.responses.full_response import CollectedChoice
 from blockyard.services.api_gateway.responses.http_generation import HttpGeneration
-from blockyard.services.api_gateway.responses.paced_stream import PacedStream
+from blockyard.services.api_gateway.responses.stream_interval import PacedStream
 from blockyard.shared.messages import TextDelta, Tokenize, Tokenized
 from blockyard.shared.ring_client.journal import Sink
 from blockyard.shared.token_ids import ID_BYTES, num_ids, unpack

@@ -18,6 +18,7 @@ from blockyard.services.bench.parallel import measures, rank_sums
 from blockyard.services.bench.parallel.layouts import ONE, Layout, has_gpu, read_layout
 from blockyard.services.bench.parallel.measures import ParallelSizes, ServerFigures
 from blockyard.services.bench.parallel.rows import (
+    BALANCE,
     HEAD,
     ITEMS,
     KILL,
@@ -122,6 +123,8 @@ class ParallelRun:
             starts = [name for name in self._items if name in (START, KILL) and (ITEMS[name].of_one or layout != ONE)]
             yield from self._on_server(layout, on_server)
             yield from self._starts(layout, starts, has_started=bool(on_server))
+            if BALANCE in self._items and layout.moves_experts:
+                yield from self._balance(layout)
 
     def _longest(self) -> int:
         """Returns the length of the longest sequence of the chosen items."""
@@ -129,6 +132,7 @@ class ParallelRun:
         lengths = {
             "itl-one": sum(sizes.stream),
             "itl-some": sum(sizes.streams_len),
+            BALANCE: sizes.streams_len[0] + measures.BALANCE_OUTPUT,
             "rate": sum(sizes.many_len),
             "idle": sum(sizes.many_len),
             "ttft": sizes.prompt,
@@ -183,8 +187,20 @@ class ParallelRun:
         except (BlockyardError, OSError) as e:
             yield from (self._problem(name, layout, e) for name in items)
 
-    def _serve(self, layout: Layout, start: str) -> contextlib.AbstractContextManager[SuiteServer]:
-        return serve(self._model, (*self._flags, *layout.flags), self._folder / f"{layout.name}-{start}.log")
+    def _balance(self, layout: Layout) -> Iterator[ParallelRow]:
+        """The figure of a server of its own, whose router prefers some experts."""
+        if (yield from self._too_late(layout, [BALANCE])):
+            return
+        try:
+            with self._serve(layout, "skewed", measures.BALANCE_FLAGS) as served:
+                yield self._measured(BALANCE, layout, lambda: measures.fullest_to_mean(served, self._sizes))
+        except (BlockyardError, OSError) as e:
+            yield self._problem(BALANCE, layout, e)
+
+    def _serve(
+        self, layout: Layout, start: str, more: Sequence[str] = ()
+    ) -> contextlib.AbstractContextManager[SuiteServer]:
+        return serve(self._model, (*self._flags, *layout.flags, *more), self._folder / f"{layout.name}-{start}.log")
 
     def _measured(self, item: str, layout: Layout, measure: Callable[[], float]) -> ParallelRow:
         try:

@@ -21,6 +21,11 @@ class Layout:
     flags: tuple[str, ...]
     num_gpus: int
 
+    @property
+    def moves_experts(self) -> bool:
+        """Whether --enable-eplb can be added."""
+        return SPREAD in self.flags and _FLAGS["dp"] not in self.flags
+
 
 ONE = Layout("one", (), 1)
 

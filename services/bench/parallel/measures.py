@@ -20,6 +20,13 @@ from blockyard.shared.percentiles import percentile
 
 KIB = 1024
 T = TypeVar("T")
+BALANCE_FLAGS = (  # experts move after 64 steps, those of a layer in each step from there
+    *("--load-format", "dummy-skewed", "--enable-eplb", "--eplb-config"),
+    '{"step_interval": 64, "window_size": 64}',
+)
+# mostly prompts: tokens of a stream with random weights repeat themselves, and so do their experts
+BALANCE_OUTPUT = 16  # tokens of a stream
+BALANCE_RUNS = 16  # of the prompts of several streams: four intervals or more
 COUNTED_S = 5.0  # until the first counters of a worker are shown
 
 
@@ -149,6 +156,15 @@ def killed_rank_s(served: SuiteServer, sizes: ParallelSizes, kill: Callable[[int
     if not killed_s:
         raise BenchError(f"the stream had {len(times)} events, and its rank was to be killed after {sizes.kill_after}")
     return until_next_token(times, killed_s)
+
+
+def fullest_to_mean(served: SuiteServer, sizes: ParallelSizes) -> float:
+    """Returns the load of the fullest rank over the mean once experts have moved, in the worst layer of a server with
+    BALANCE_FLAGS. Raises BenchError if no worker shows it."""
+    for run in range(BALANCE_RUNS):
+        served.stream(random_requests(sizes.streams, sizes.streams_len[0], BALANCE_OUTPUT, run), each_token=False)
+    time.sleep(COUNTED_S / 5)  # until the last intervals are counted
+    return counted(served.fullest_rank, "no worker of this layout moves experts")
 
 
 def until_next_token(times: Sequence[float], killed_s: float) -> float:

@@ -15,7 +15,7 @@ from blockyard.shared.messages import SumTime
 
 HEAD = "| item | layout | measured | compared with | ratio | floor | bar |\n|---|---|---|---|---|---|---|"
 LINK_BYTES_PER_S = 390e9
-SUMS, START, KILL = "all-reduce", "start", "kill"
+SUMS, START, KILL, BALANCE = "all-reduce", "start", "kill", "balance"
 NCCL = "NCCL"  # a transport of sums
 
 
@@ -48,6 +48,7 @@ ITEMS: dict[str, Item] = {
     "kv-blocks": Item("KV blocks, of all parts", "blocks", ServerFigures.kv_blocks),
     START: Item("second start to first token", "s"),
     KILL: Item("kill -9 of a rank to the next token", "s", of_one=False),
+    BALANCE: Item("skewed routing, fullest rank to the mean once experts have moved, worst layer", "", of_one=False),
 }
 BARS: dict[tuple[str, str], Bar] = {  # by layout and item
     ("tp2", "itl-one"): Bar(0.5, 0.68),
@@ -60,6 +61,7 @@ BARS: dict[tuple[str, str], Bar] = {  # by layout and item
     ("pp2", "rate"): Bar(2.0, 1.7, more=True),
     ("pp2", "ttft-long"): Bar(0.5, 0.62),
     ("pp2", "idle"): Bar(0.0, 0.06, ""),
+    ("ep2", BALANCE): Bar(1.0, 1.15, ""),
     ("dp2ep2", "rate"): Bar(None, 1.25, "dp2", more=True),
     ("dp2ep2", "kv-blocks"): Bar(None, 1.8, "tp2", more=True),
 }

@@ -15,7 +15,8 @@ from blockyard.services.bench import report
 from blockyard.services.bench.flags import Parser
 from blockyard.services.bench.load.results import BenchError
 from blockyard.services.bench.suite import adapters, measures, shapes
-from blockyard.services.bench.suite.items import ITEMS, SuiteItem
+from blockyard.services.bench.suite.item import SuiteItem
+from blockyard.services.bench.suite.items import ITEMS
 from blockyard.services.bench.suite.measures import Measurement, SuiteContext
 from blockyard.services.bench.suite.served import serve
 from blockyard.shared.architectures import find_architecture

@@ -70,21 +70,25 @@ class SuiteServer:
         return _members(self.url)
 
     def counters(self) -> "WorkerCounters":
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=5) as answer:
-            lines = answer.read().decode().splitlines()
+        lines = self._metrics()
 
         def total(name: str, label: str = "") -> float:
-            return sum(
-                float(line.rsplit(" ", 1)[1])
-                for line in lines
-                if line.startswith(f"blockyard:{name}{{") and label in line
-            )
+            return sum(_values(lines, name, label))
 
         def seconds(what: str) -> dict[str, float]:
             return {kind: total(f"worker_{what}_seconds_sum", f'kind="{kind}"') for kind in KINDS}
 
         experts = total("experts_hit_total"), total("experts_hit_if_even_total")
         return WorkerCounters(*experts, seconds("step"), seconds("launch"))
+
+    def fullest_rank(self) -> float:
+        """Returns the load of the fullest rank over the mean in the worst layer with experts; 0: none move."""
+        return max(_values(self._metrics(), "expert_rank_load_worst"), default=0.0)
+
+    def _metrics(self) -> list[str]:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=5) as answer:
+            lines: list[str] = answer.read().decode().splitlines()
+        return lines
 
     def events(self, request: SampleRequest) -> Iterator[float]:
         """Yields the time of each event of a stream as it arrives. Raises BenchError for an error, or OSError."""
@@ -135,6 +139,11 @@ class SuiteServer:
             if each_token and len(one.tokens_s) < request.num_output - 1:
                 raise BenchError(f"{len(one.tokens_s)} events for {request.num_output} tokens: not one for each")
         return results
+
+
+def _values(lines: Sequence[str], name: str, label: str = "") -> list[float]:
+    """Returns the values of a family in /metrics with a label."""
+    return [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"blockyard:{name}{{") and label in line]
 
 
 def random_requests(num: int, num_input: int, num_output: int, seed: int) -> list[SampleRequest]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.attention.batch_invariant import batch_invariant_attention
+from blockyard.kernels.attention.packed.packed_attention import packed_attention
 from blockyard.kernels.attention.paged_decode import paged_decode, schedule_decode
 from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.gpu_facts import runs_hopper_kernels
@@ -68,6 +69,7 @@ PREFILLS = {  # (tokens in the cache, new tokens) of each sequence
 }
 INVARIANT = ("1 x 300", "64 x 1,024", "256 x 1,024")
 WINDOWED = ((LLAMA, 1024), (GPT_OSS, 128), (GEMMA[1], 1024))  # prefills of 8,192 with and without a window
+PACKED = ((64, 512), (256, 128), (2048, 16))  # texts of an encoder, and tokens of each
 LARGE_HEADS = (("1 x 300", "1 x 8,000", "64 x 1,024"), ("2,048", "8,192"))  # decodes, prefills
 
 
@@ -114,7 +116,20 @@ def measure() -> list[Row]:
             rows += [prefill_row(name, PREFILLS[name], shape) for name in LARGE_HEADS[1]]
         rows += [prefill_row(name, PREFILLS[name], GPT_OSS) for name in LARGE_HEADS[1]]
         rows += [_windowed_prefill("8,192", *windowed) for windowed in WINDOWED]
+        rows += [_packed(*texts) for texts in PACKED]
     return rows
+
+
+def _packed(texts: int, tokens: int) -> Row:
+    """Attention to both sides, of bge-base's 12 heads of 64."""
+    shape = HeadShape(12, 12, 64)
+    rules = ScoreRules(scale=shape.head_dim**-0.5, both_sides=True)
+    starts = torch.arange(0, (texts + 1) * tokens, tokens, dtype=torch.int32, device="cuda")
+    qkv = torch.randn(texts * tokens, 3 * shape.heads, shape.head_dim, device="cuda").bfloat16()
+    out = torch.empty(texts * tokens, shape.heads * shape.head_dim, dtype=torch.bfloat16, device="cuda")
+    seconds = graph_seconds([partial(packed_attention, qkv, starts, rules, shape.heads, tokens, out)] * 8)
+    operations = 4.0 * texts * tokens**2 * shape.heads * shape.head_dim
+    return row("encoder attention", f"{texts} x {tokens}{shape}", seconds, qkv.nbytes + out.nbytes, operations)
 
 
 def _of_lengths(lengths: list[int], dtype: torch.dtype = torch.bfloat16, shape: HeadShape = LLAMA) -> Case:

@@ -48,8 +48,9 @@ def main(words: Sequence[str]) -> int:
     size, device, *sizes = words
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = [str(rank) for rank in range(int(size))] if visible is None else visible.split(",")
-    if device == "cuda" and len(gpus) < int(size):
-        print(f"{size} ranks need a GPU each, and there are {len(gpus)}", file=sys.stderr)
+    num_gpus = len(set(gpus))  # figures of ranks that share one say nothing
+    if device == "cuda" and num_gpus < int(size):
+        print(f"{size} ranks need a GPU each, and there are {num_gpus}", file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory() as folder:
         ranks = [

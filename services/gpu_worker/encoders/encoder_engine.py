@@ -1,5 +1,6 @@
 """Starts the runner of a model without KV: weights and pooling, and nothing that belongs to blocks or sampling."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,31 +31,34 @@ from blockyard.shared.messages import Geometry, PoolingCard, PoolingTask
 FIRST_TOKENS = 2  # of the first step
 
 
-def start_encoder(
-    config: WorkerConfig,
-    settings: dict[str, Any],
-    build: Build,
-    dtype: torch.dtype,
-    max_model_len: int,
-    backend: Backend,
-    report: StartReport,
-    team: RankTeam | None = None,
-) -> EncoderRunner:
-    """Loads the model and returns its runner. Raises ConfigError or LoadError with a message of one line.
+@dataclass(frozen=True, slots=True)
+class EncoderStart:
+    """What a rank of an encoder is started with."""
 
-    team: of this leader; None: there is one rank.
-    """
+    config: WorkerConfig
+    settings: dict[str, Any]  # of config.json
+    build: Build
+    dtype: torch.dtype
+    max_model_len: int
+    backend: Backend
+    report: StartReport
+    team: RankTeam | None  # of the leader, or that this rank is in; None: there is one rank
+
+
+def start_encoder(start: EncoderStart) -> EncoderRunner:
+    """Loads the model and returns its runner. Raises ConfigError or LoadError with a message of one line."""
+    config, backend, report, team = start.config, start.backend, start.report, start.team
     if config.kv_transfer is not None:
         raise ConfigError("--kv-transfer-config: this model keeps no KV blocks that it could send")
     if config.pipeline_parallel_size > 1:
         raise ConfigError(f"{config.describe_ranks()}: a model without KV runs in one stage")
-    report.note(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}")
-    model, ranks = load_encoder(config, settings, build, dtype, max_model_len, backend, report, team)
-    choice, output = choose_output(config, settings, model)
+    report.note(f"model: {start.settings['architectures'][0]}, {str(start.dtype).removeprefix('torch.')}")
+    model, ranks = load_encoder(start)
+    choice, output = choose_output(config, start.settings, model)
     report.note(choice.describe())
     task = PoolingTask.EMBED if config.task == "generate" else PoolingTask(config.task)
-    card = make_card(task, choice, settings, Path(config.model_path), max_model_len, has_kv=False)
-    geometry = geometry_of(model, config, max_model_len, card)
+    card = make_card(task, choice, start.settings, Path(config.model_path), start.max_model_len, has_kv=False)
+    geometry = geometry_of(model, config, start.max_model_len, card)
     graphs, announce, mirror = None, None, None
     if ranks is not None and team is not None and team.send is not None:
         announce, mirror = EncoderLeader(ranks, team.send).announce, LeaderPool(team.send)
@@ -66,7 +70,7 @@ def start_encoder(
     steps = PackedSteps(model, output, backend.packed_product(config.batch_invariant), graphs, threads, announce)
     runner = EncoderRunner(model, steps, geometry, mirror)
     report.phase("first step")
-    first_step(steps, max_model_len)
+    first_step(steps, start.max_model_len)
     if graphs is not None:
         report.phase("capturing CUDA graphs")
         report.note(graphs.capture())
@@ -74,38 +78,21 @@ def start_encoder(
     return runner
 
 
-def follow_encoder(
-    config: WorkerConfig,
-    settings: dict[str, Any],
-    build: Build,
-    dtype: torch.dtype,
-    max_model_len: int,
-    backend: Backend,
-    report: StartReport,
-    team: RankTeam,
-) -> EncoderFollower:
+def follow_encoder(start: EncoderStart) -> EncoderFollower:
     """Loads the share of a rank that is not the leader. Raises ConfigError or LoadError."""
-    model, ranks = load_encoder(config, settings, build, dtype, max_model_len, backend, report, team)
+    model, ranks = load_encoder(start)
     assert ranks is not None
-    return EncoderFollower(model, ranks, backend.packed_product(config.batch_invariant))
+    return EncoderFollower(model, ranks, start.backend.packed_product(start.config.batch_invariant))
 
 
-def load_encoder(
-    config: WorkerConfig,
-    settings: dict[str, Any],
-    build: Build,
-    dtype: torch.dtype,
-    max_model_len: int,
-    backend: Backend,
-    report: StartReport,
-    team: RankTeam | None,
-) -> tuple[Model, RankGroups | None]:
+def load_encoder(start: EncoderStart) -> tuple[Model, RankGroups | None]:
     """Loads this rank's weights. Returns the model and the groups of ranks, None if there is one rank."""
+    config, dtype, backend, report, team = start.config, start.dtype, start.backend, start.report, start.team
     backend.end_compiling()
     folder, shard = Path(config.model_path), WHOLE if team is None else team.place.shard
 
     def place_in(table: WeightTable) -> Model:
-        return build(settings, table)
+        return start.build(start.settings, table)
 
     declared = place_in(WeightTable(dtype, torch.device("meta"), shard=shard))
     checkpoint_check.check_tensors(declared.table, folder, config.load_format, config.ignore_patterns)
@@ -121,7 +108,7 @@ def load_encoder(
             loaded = checkpoint.load(table, folder, config.load_format, config.ignore_patterns, config.seed, progress)
         report.note(str(loaded), *backend.offload_notes(config), *table.describe_unused())
         report.phase("preparing weights")
-        report.note(*model.prepare(max_model_len))
+        report.note(*model.prepare(start.max_model_len))
         if config.batch_invariant:
             backend.pick_products(model, config, True, report)
     return model, ranks

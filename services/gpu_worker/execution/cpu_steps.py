@@ -17,8 +17,8 @@ from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuil
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.execution.device_loop import LaunchedStep, ReadLogprobs, StepRequest
 from blockyard.services.gpu_worker.execution.device_slots import SLOTS, DeviceSlots
-from blockyard.services.gpu_worker.execution.pinned_ring import CompletedEvent
 from blockyard.services.gpu_worker.execution.prompt_logprobs import DevicePromptLogprobs, ScoredRows
+from blockyard.services.gpu_worker.host_link import CompletedEvent
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.sampling.cpu_sampler import CpuSample, CpuSampler, SampledRows
@@ -64,8 +64,9 @@ class CpuSteps:
         self.capacity, vocab_size = geometry.max_num_seqs, geometry.vocab_size
         state = SlotState.make(SLOTS * self.capacity, self.capacity, 0, pool.device)
         matchers, eos, extra = batch.matchers, geometry.eos_token_ids, geometry.num_extra_tokens
+        link = model.table.link
         owner_of = None if matchers is None else matchers.owner_of
-        self.slots = DeviceSlots(state, SLOTS * self.capacity, vocab_size, eos, logits_edits, owner_of, extra)
+        self.slots = DeviceSlots(state, SLOTS * self.capacity, vocab_size, eos, link, logits_edits, owner_of, extra)
         self._metadata_builder = CpuMetadataBuilder(pool) if metadata is None else metadata
         self._sampler = CpuSampler(self.slots.logits_edits, vocab_size, matchers)
         self._prompt_logprobs = DevicePromptLogprobs(model, None, pool.device)

@@ -19,13 +19,13 @@ from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.execution.decode_tokens import DecodeTokens
 from blockyard.services.gpu_worker.execution.device_slots import DeviceSlots
 from blockyard.services.gpu_worker.execution.host_sampling import HostSampling
-from blockyard.services.gpu_worker.execution.pinned_ring import DeviceEvent
 from blockyard.services.gpu_worker.execution.prompt_logprobs import (
     ScoredPrompt,
     ScoredRows,
     choose_prompts,
     entries_by_slot,
 )
+from blockyard.services.gpu_worker.host_link import DeviceEvent, HostLink
 from blockyard.services.gpu_worker.interfaces import CompletedPlan, StoredLayers
 from blockyard.services.gpu_worker.pooling.output import PooledResults
 from blockyard.services.gpu_worker.slots import NONE_ALLOWED, NOT_FINITE, Problem, StepRows
@@ -124,10 +124,13 @@ class DeviceLoop:
     skipped by later steps. Token ids arrive when a step is collected.
     """
 
-    def __init__(self, steps: DeviceSteps, batch: Batch, geometry: Geometry, mode: LogprobsMode) -> None:
+    def __init__(
+        self, steps: DeviceSteps, batch: Batch, geometry: Geometry, mode: LogprobsMode, link: HostLink
+    ) -> None:
         """mode: what the host reports beside a token; `steps` report `RAW_LOGPROBS`."""
         self.steps, self._batch = steps, batch
-        self._host_sampling = HostSampling(batch, steps.slots, geometry.vocab_size, geometry.eos_token_ids, mode)
+        eos = geometry.eos_token_ids
+        self._host_sampling = HostSampling(batch, steps.slots, geometry.vocab_size, eos, mode, link)
         self._in_flight_steps: deque[InFlightStep] = deque()
         self._done_s = 0.0  # when the host saw that the last step was done
 

@@ -10,6 +10,7 @@ from blockyard.kernels.sampling.sampling_state import SamplingTensors
 from blockyard.kernels.slots.slot_state import MAX_STOP_IDS, NUM_FIELDS, Field, SlotState
 from blockyard.services.gpu_worker.arrays import Ints, Words
 from blockyard.services.gpu_worker.execution.device_writes import DeviceWrites
+from blockyard.services.gpu_worker.host_link import HostLink
 from blockyard.services.gpu_worker.sampling.logits_edits import DeviceLogitsEdits
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import SlotStart, StepPlan
@@ -26,6 +27,7 @@ class DeviceSlots:
         num_slots: int,
         vocab_size: int,
         eos_token_ids: list[int],
+        link: HostLink,
         logits_edits: bool = False,
         mask_owner: Callable[[int], int] | None = None,
         num_extra_tokens: int = 0,
@@ -45,7 +47,7 @@ class DeviceSlots:
             key=state.fields[Field.KEY : Field.KEY + 2],
             choice=state.fields[Field.CHOICE],
         )
-        self.logits_edits = DeviceLogitsEdits(state, vocab_size, logits_edits, num_extra_tokens)
+        self.logits_edits = DeviceLogitsEdits(state, vocab_size, link, logits_edits, num_extra_tokens)
         self._mask_owner = mask_owner
         self.num_slots, self._vocab_size, self._eos = num_slots, vocab_size, eos_token_ids
         self._field_offsets = (np.arange(NUM_FIELDS) * state.fields.shape[1]).tolist()

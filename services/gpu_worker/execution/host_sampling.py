@@ -6,7 +6,6 @@ writes it to the slot, and the answer of the slot's next plan has it. So on a GP
 step or so, on the CPU in every step, and the others do not wait for it.
 """
 
-import contextlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch import Tensor
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.execution.device_slots import DeviceSlots
+from blockyard.services.gpu_worker.host_link import HostLink
 from blockyard.services.gpu_worker.sampling.host_rows import HostRows, Sampled
 from blockyard.shared.config.services.worker import LogprobsMode
 from blockyard.shared.messages import FinishReason, SlotResult, StepPlan
@@ -35,7 +35,13 @@ class HostSampling:
     """Decides which logits a step copies, and samples from them on a stream of its own."""
 
     def __init__(
-        self, batch: Batch, slots: DeviceSlots, vocab_size: int, eos_token_ids: list[int], mode: LogprobsMode
+        self,
+        batch: Batch,
+        slots: DeviceSlots,
+        vocab_size: int,
+        eos_token_ids: list[int],
+        mode: LogprobsMode,
+        link: HostLink,
     ) -> None:
         self._batch, self._slots, self._eos = batch, slots, frozenset(eos_token_ids)
         self._pending: dict[int, int] = {}  # owner by slot, of slots with logits that a step in flight copies
@@ -44,9 +50,8 @@ class HostSampling:
         self._copied: list[_CopiedRows] = []
         self._sampled: dict[int, tuple[int, SlotResult]] = {}  # by slot: its owner, and a result no plan has had yet
         device = slots.state.arena.device
-        self._rows = HostRows(vocab_size, eos_token_ids, device, batch.matchers, mode)
-        # steps in flight fill the GPU: with a high priority the few small kernels of the sampler start between theirs
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = link.stream(is_urgent=True)
+        self._rows = HostRows(vocab_size, eos_token_ids, device, batch.matchers, self._stream, link.copies, mode)
 
     def reset(self) -> None:
         """No step is in flight."""
@@ -118,9 +123,8 @@ class HostSampling:
 
     def _sample(self, rows: _CopiedRows) -> list[SlotResult]:
         table, logits, slots = self._batch.slots, rows.logits, rows.slots
-        with self._on_stream():
-            if self._stream is not None:
-                logits.record_stream(self._stream)
+        with self._stream.use():
+            self._stream.keep(logits)
             logits = logits if rows.places == [*range(len(logits))] else logits[rows.places]
             sampled = self._rows.sample(logits, slots, table)
         table.advance(slots, np.ones_like(slots))
@@ -164,6 +168,3 @@ class HostSampling:
         if token in state.stop_ids:
             return FinishReason.STOP, token
         return (FinishReason.LENGTH if known >= state.max_num_tokens else None), None
-
-    def _on_stream(self) -> "contextlib.AbstractContextManager[object]":
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -1,35 +1,16 @@
-"""Pinned host memory that the device reads and writes asynchronously: one set of buffers for each step in flight."""
+"""Host memory that the device reads and writes asynchronously: one set of buffers for each step in flight."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from blockyard.kernels.slots.slot_state import NUM_RESULTS
 from blockyard.services.gpu_worker.arrays import Words
+from blockyard.services.gpu_worker.host_link import DeviceEvent, HostLink
 
 FIRST_PAIRS = 4096  # initial capacity of a step's buffers
-
-
-class DeviceEvent(Protocol):
-    """The part of `torch.cuda.Event` that is used here."""
-
-    def record(self) -> None: ...
-    def query(self) -> bool: ...
-    def synchronize(self) -> None: ...
-
-
-class CompletedEvent:
-    """The event of a CPU, where work is done when its call returns."""
-
-    def record(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -40,18 +21,19 @@ class StepBuffers:
     done: DeviceEvent
     pairs: Tensor  # [2, some] int32
     _words: Tensor  # [some] int64
+    _link: HostLink
     logprobs: Tensor | None = None  # int32, log-probabilities of the step; None: no step has reported any
 
     def copy_logprobs(self, buffer: Tensor) -> None:
         """Copies a step's log-probabilities to the host, after the step has computed them."""
         if self.logprobs is None:
-            self.logprobs = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=self._pinned)
+            self.logprobs = self._link.host_tensor(buffer.shape, buffer.dtype)
         self.logprobs.copy_(buffer, non_blocking=True)
 
     def words(self, count: int) -> Tensor:
         """[count] int64, for the words of a step with prefill."""
         if count > len(self._words):
-            self._words = torch.empty(1 << (count - 1).bit_length(), dtype=torch.int64, pin_memory=self._pinned)
+            self._words = self._link.host_tensor((1 << (count - 1).bit_length(),), torch.int64)
         return self._words[:count]
 
     def write(self, index: Words, values: Words) -> None:
@@ -59,13 +41,9 @@ class StepBuffers:
         count = len(index)
         if count > self.pairs.shape[1]:
             size = 1 << (count - 1).bit_length()
-            self.pairs = torch.empty((2, size), dtype=torch.int32, pin_memory=self._pinned)
+            self.pairs = self._link.host_tensor((2, size), torch.int32)
         host = self.pairs.numpy()
         host[0, :count], host[1, :count] = index, values
-
-    @property
-    def _pinned(self) -> bool:
-        return self.pairs.is_pinned()
 
 
 class PinnedRing:
@@ -75,18 +53,17 @@ class PinnedRing:
     """
 
     def __init__(
-        self, size: int, capacity: int, device: torch.device, make_event: Callable[[], DeviceEvent] | None = None
+        self, size: int, capacity: int, link: HostLink, make_event: Callable[[], DeviceEvent] | None = None
     ) -> None:
-        pinned = device.type == "cuda"
-        if make_event is None:
-            make_event = torch.cuda.Event if pinned else CompletedEvent
-        self.results = torch.zeros((size, NUM_RESULTS, capacity), dtype=torch.int32, pin_memory=pinned)
+        """make_event: None for the events of `link`."""
+        self.results = link.host_tensor((size, NUM_RESULTS, capacity), torch.int32).zero_()
         self._entries = [
             StepBuffers(
                 one.numpy(),
-                make_event(),
-                torch.zeros((2, FIRST_PAIRS), dtype=torch.int32, pin_memory=pinned),
+                (make_event or link.event)(),
+                link.host_tensor((2, FIRST_PAIRS), torch.int32).zero_(),
                 torch.empty(0, dtype=torch.int64),
+                link,
             )
             for one in self.results
         ]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from blockyard.kernels.sampling.sampling_state import MAX_LOGPROBS, LogprobsTensors
 from blockyard.services.gpu_worker.arrays import Ints
-from blockyard.services.gpu_worker.execution.pinned_ring import DeviceEvent
+from blockyard.services.gpu_worker.host_link import DeviceEvent, put
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.slots import Slots, StepRows
 from blockyard.shared.messages import TokenLogprobs
@@ -96,7 +96,8 @@ class DevicePromptLogprobs:
         self._most_gathered = MAX_LOGPROBS if gather is not None else -1
         # `gather_logprobs` looks up a slot's number of tops: here rows of as many tops are one slot
         self._num_top = torch.arange(MAX_LOGPROBS + 1, dtype=torch.int32, device=device)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._link = model.table.link
+        self._stream = self._link.stream()
 
     def compute_rows(
         self, prompts: list[ScoredPrompt], hidden: Tensor, num_decodes: int, padding: int
@@ -116,15 +117,15 @@ class DevicePromptLogprobs:
 
     def copy(self, scored: Sequence[ScoredRows], done: DeviceEvent) -> Sequence[ScoredRows]:
         """Copies rows to the host. Records `done` behind the copy and the work before it."""
-        if self._stream is None or not scored:
+        if not self._link.copies or not scored:
             done.record()
             return scored
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            copied = [replace(rows, words=_to_host(rows.words)) for rows in scored]
+        self._stream.follow_steps()
+        with self._stream.use():
+            copied = [replace(rows, words=self._to_host(rows.words)) for rows in scored]
             done.record()
         for rows in scored:
-            rows.words.record_stream(self._stream)
+            self._stream.keep(rows.words)
         return copied
 
     def _compute(
@@ -149,7 +150,7 @@ class DevicePromptLogprobs:
         host[0, :num] = places
         host[1, :num] = np.concatenate([prompt.token_ids for prompt in prompts])
         host[2, :num] = np.repeat([prompt.num_top for prompt in prompts], [len(one.token_ids) for one in prompts])
-        rows, targets, num_top = self._to_device(torch.from_numpy(host))
+        rows, targets, num_top = put(host, self._device, self._link)
         words = torch.empty((2 + 2 * width) * aligned, dtype=torch.int32, device=self._device)
         at_once = ROWS_AT_ONCE if width <= MAX_LOGPROBS else MANY_ROWS_AT_ONCE
         for start in range(0, num, at_once):
@@ -162,10 +163,8 @@ class DevicePromptLogprobs:
         assert self._gather is not None
         self._gather(logits, num_top, targets, self._num_top, out)
 
-    def _to_device(self, values: Tensor) -> Tensor:
-        if self._stream is None:
-            return values
-        return values.pin_memory().to(self._device, non_blocking=True)
+    def _to_host(self, words: Tensor) -> Tensor:
+        return self._link.host_tensor(words.shape, words.dtype).copy_(words, non_blocking=True)
 
 
 def _rows_of(prompts: list[ScoredPrompt]) -> Ints:
@@ -185,11 +184,6 @@ def _score_many(logits: Tensor, targets: Tensor, num_top: Tensor, out: LogprobsT
     top = logprobs.topk(out.top_ids.shape[1], dim=-1)
     out.top_ids.copy_(top.indices)
     out.top_logprobs.copy_(top.values)
-
-
-def _to_host(words: Tensor) -> Tensor:
-    copied = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
-    return copied.copy_(words, non_blocking=True)
 
 
 def _split(words: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

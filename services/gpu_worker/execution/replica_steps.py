@@ -10,8 +10,7 @@ from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.execution.device_loop import DeviceSteps, LaunchedStep, StepRequest
 from blockyard.services.gpu_worker.execution.device_slots import DeviceSlots
 from blockyard.services.gpu_worker.parallel.commands import BeginExchange, ServeExperts
-from blockyard.services.gpu_worker.parallel.expert_exchange import ExpertExchange
-from blockyard.services.gpu_worker.parallel.replicas import StepAgreement, StepOffer
+from blockyard.services.gpu_worker.parallel.replicas import ExpertExchange, StepAgreement, StepOffer
 from blockyard.services.gpu_worker.parallel.team import SendCommand
 
 

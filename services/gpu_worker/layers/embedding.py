@@ -112,7 +112,7 @@ class TokenEmbedding:
         else:
             linear = layers.make([part(name, self.vocab_size)], self.weight.shape[1], split=Split.OUTPUTS, bias=bias)
         if layers.table.ranks is not None:
-            linear.join(_JoinedColumns(layers.table.ranks, self.vocab_size))
+            linear.join(JoinedColumns(layers.table.ranks, self.vocab_size))
         return linear
 
 
@@ -125,7 +125,7 @@ def _absent(width: int) -> Tensor:
     return torch.empty(1, width, device="meta")
 
 
-class _JoinedColumns:
+class JoinedColumns:
     """Products with the vocabulary: on the leader with the columns of all ranks, on others with their own."""
 
     def __init__(self, ranks: RankGroup, vocab_size: int) -> None:

@@ -15,7 +15,7 @@ from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.programmatic_launch import supports_pdl
 from blockyard.kernels.quantized.block_weights import BLOCK
 from blockyard.kernels.quantized.linear_blocks import linear_blocks
-from blockyard.kernels.quantized.linear_blocks_mma import MAX_ROWS, can_multiply, linear_blocks_mma
+from blockyard.kernels.quantized.linear_blocks_mma import MAX_ROWS, can_multiply, linear_blocks_mma, mma_row_tile
 from blockyard.kernels.quantized.linear_blocks_skinny import linear_blocks_skinny
 from blockyard.services.gpu_worker.layers.linear import FusedProduct, Linear, Product, make_spec
 from blockyard.services.gpu_worker.linear_tuning import kernel_configs
@@ -80,7 +80,8 @@ class BlockProducts:
             if layer.in_features % (size * early) == 0
         ]
         if in_registers:
-            made += [KernelConfig("mma", out, 0, BLOCK, ahead, warps) for out, warps, ahead in MMA_TILES]
+            row_tile = mma_row_tile(rows)
+            made += [KernelConfig("mma", out, row_tile, BLOCK, ahead, warps) for out, warps, ahead in MMA_TILES]
             if rows <= MMA_ALONE:
                 return made
         made += [
@@ -154,6 +155,8 @@ class BlockProducts:
         one, size = _blocks(like).weights, EXAMPLE_FEATURES
         if config.kernel == "skinny":
             size = -(-size // (config.in_tile * config.stages)) * config.in_tile * config.stages
+        if config.kernel == "mma" and one.inputs % (BLOCK * config.warps) == 0:
+            size = BLOCK * config.warps  # another kernel is compiled for inputs that do not fill all warps
         groups = -(-size // one.group) if one.group else 1
         made = replace(
             one,

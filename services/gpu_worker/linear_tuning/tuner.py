@@ -315,6 +315,7 @@ class Tuner:
 
 
 def _binary(config: KernelConfig, rows: int, layer: LinearShape, linear: Linear) -> Binary:
-    """The key of a compiled kernel. It ignores `split`, and rows and fusion except for the skinny kernel."""
+    """The key of a compiled kernel. It ignores `split`, and rows and fusion except for the skinny kernel:
+    others are compiled for a tile of rows."""
     few, whole = config.kernel == "skinny", msgspec.structs.replace(config, split=1)
-    return whole, rows if few else 1, linear.fusion if few else Fusion.NONE, layer.form
+    return whole, rows if few else max(config.row_tile, 1), linear.fusion if few else Fusion.NONE, layer.form

@@ -11,6 +11,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from blockyard.services.gpu_worker.host_link import HostLink
+
 Convert = Callable[[Mapping[str, Tensor]], None]
 
 
@@ -29,17 +31,17 @@ class StoredTensor:
 class TensorGroup:
     """Calls `convert` with the tensors by key once the last one has come.
 
-    What it launches on a GPU has to be complete when it returns (`wait_for_device`): tensors of a group are from
+    What it launches has to be complete when it returns (`HostLink.synchronize_thread`): tensors of a group are from
     several streams.
     """
 
-    def __init__(self, keys: Mapping[str, StoredTensor], convert: Convert) -> None:
-        self._missing, self._convert = set(keys), convert
+    def __init__(self, keys: Mapping[str, StoredTensor], convert: Convert, link: HostLink) -> None:
+        self._missing, self._convert, self._link = set(keys), convert, link
         self._arrived: dict[str, Tensor] = {}
         self._lock = Lock()
 
     def put(self, key: str, value: Tensor) -> None:
-        wait_for_device(value)
+        self._link.synchronize_thread()  # another thread may go on with the value
         with self._lock:
             self._arrived[key] = value
             self._missing.discard(key)
@@ -57,9 +59,3 @@ class TensorGroup:
             arrived, self._arrived = self._arrived, {}
         if arrived:
             self._convert(arrived)
-
-
-def wait_for_device(value: Tensor) -> None:
-    """Waits for what this thread's stream does: another thread may go on with it."""
-    if value.device.type == "cuda":
-        torch.cuda.current_stream(value.device).synchronize()

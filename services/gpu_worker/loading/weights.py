@@ -14,8 +14,8 @@ from blockyard.services.gpu_worker.loading.expert_loads import ExpertLoads, Laye
 from blockyard.services.gpu_worker.loading.linear_spec import Arrange
 from blockyard.services.gpu_worker.loading.tensor_groups import Convert, StoredTensor, TensorGroup
 from blockyard.services.gpu_worker.loading.tensor_headers import TensorHeaders
-from blockyard.services.gpu_worker.parallel.expert_exchange import ExpertExchange
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
+from blockyard.services.gpu_worker.parallel.replicas import ExpertExchange
 from blockyard.services.gpu_worker.parallel.shares import WHOLE, Shard
 from blockyard.services.gpu_worker.parallel.stages import Stage
 from blockyard.shared.errors import LoadError
@@ -24,6 +24,7 @@ Write = Callable[[Tensor, Tensor], None]  # takes the target and what the checkp
 Fill = Callable[[Tensor, torch.Generator], None]  # writes dummy values to the target
 Kind = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
 
+NO_MEMORY = torch.device("meta")
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 HOST_SLACK = 0.5  # bytes; rounding of a share
 # last parts of names of tables and masks that a model computes itself; releases of all families have some of them
@@ -98,6 +99,7 @@ class WeightTable:
         self.spreads_experts = False  # a rank has some experts whole, and not a share of each
         self.replica = WHOLE  # this worker among those that have the experts together
         self.exchange: ExpertExchange | None = None  # with their ranks; None: there is one, or the model is declared
+        self.moves_experts = False  # these are moved by their loads
         self.headers = TensorHeaders()  # of the checkpoint, if it is quantized
         self.link: HostLink = SameMemory()  # of `device`, to host memory
         self.matrix_bytes = self.expert_bytes = 0  # of the layers' matrices and of their experts, on device and host
@@ -127,7 +129,7 @@ class WeightTable:
     @property
     def has_memory(self) -> bool:
         """False: the model is only declared, on the meta device."""
-        return self.device.type != "meta"
+        return self.device != NO_MEMORY
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Memory of the device. dtype: None for the model's."""
@@ -166,7 +168,7 @@ class WeightTable:
 
         It writes to memory that the caller has. fill: writes dummy values there.
         """
-        group = TensorGroup(tensors, convert)
+        group = TensorGroup(tensors, convert, self.link)
         for i, (key, one) in enumerate(tensors.items()):
             target = torch.empty(0, device=self.device)
             self.places[one.name] = WeightPlace(

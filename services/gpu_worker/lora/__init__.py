@@ -15,5 +15,7 @@
 Which row of a step has which place is said by `layers.adapter_rows.AdapterRows`, one object of each model: the steps
 write it, the layers' products read it. A step of which no row has an adapter runs as if there were none.
 
+How another layer takes an adapter's rows: the docstring of `layers`.
+
 Imports `layers`, `loading` and `kernels`. `engine` and `runner` call it.
 """

@@ -7,7 +7,7 @@ import msgspec
 import torch
 
 from blockyard.services.gpu_worker.child_processes.frame_socket import FrameSocket
-from blockyard.services.gpu_worker.child_processes.start import ADAPTER_READER, Child, end_child, start_child
+from blockyard.services.gpu_worker.child_processes.start import ADAPTER_READER, Child, start_child
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, ReadModules
 from blockyard.services.gpu_worker.lora.read_prompt import PromptLimits, ReadPrompt
 from blockyard.services.gpu_worker.lora.reader_frames import (
@@ -113,9 +113,10 @@ class ReaderProcess:
             self._read.append((job, cause))
 
     def close(self) -> None:
-        """The process ends by itself when its socket is closed."""
+        """The process has nothing to lose, and may be at the start still: nobody waits until it sees the end."""
         self._frames.close()
-        end_child(self._process)
+        self._process.kill()
+        self._process.wait()
 
     def _use(self, child: Child) -> None:
         self._process, ours = child

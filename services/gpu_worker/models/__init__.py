@@ -16,6 +16,13 @@
 
 Families import `layers/`, `loading/` and `step`, and nothing from `execution/`, `kv/` or `sampling/`.
 
+Where a vision encoder's output goes: it is an input vector in place of a token's id. `step.InputVectors` has those of a
+step and their rows, and `Decoder` puts them where the embedding's are; nothing behind it knows of images.
+1. The encoder is a model of `encoders` (with attention of packed sequences) that the family builds beside `Decoder`.
+2. Its placeholders are ids of the prompt, and the digest of the image is an extra key of the blocks that have them.
+3. The worker keeps the vectors until the chunks of the prompt with their positions are computed: as
+   `prompt_adapters.PromptVectors` keeps those of virtual tokens, which take the same way.
+
 How to add a model family:
 1. Write `models/<kind>/<family>.py`: `build(config, table) -> Model`, and a struct of the config.json fields it reads.
 2. If checkpoints name their weights as Llama's do, call `llama.build_llama` with a `LlamaVariant` (phi3.py, gemma2.py).

@@ -47,7 +47,7 @@ class StageModel:
         return weights // (2 * attended)  # a weight is two operations, a number of a head four: of K, and of V
 
     def forward(self, step: Step) -> Tensor:
-        """Returns hidden states of the last stage; of others the residual, which is sent."""
+        """Returns hidden states of the last stage; of others the residual, which is sent, of as many rows."""
         link = self._link
         if not link.is_first:
             hidden = link.receive(len(step.token_ids), self._decoder.hidden_size, self.table.dtype)
@@ -55,6 +55,7 @@ class StageModel:
         found = self._decoder.forward(step)
         if not link.is_last:
             link.send(found)
+            found = found if step.logits_indices is None else found[: len(step.logits_indices.rows)]
         return found
 
     def logits(self, hidden: Tensor) -> Tensor:

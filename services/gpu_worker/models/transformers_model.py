@@ -37,12 +37,19 @@ from blockyard.services.gpu_worker.models.transformers_layers.connection import 
 from blockyard.services.gpu_worker.models.transformers_layers.experts import ExpertsKind, are_experts, find_kind
 from blockyard.services.gpu_worker.models.transformers_layers.fusions import Fusions, find_fusions
 from blockyard.services.gpu_worker.models.transformers_layers.head import HeadAlone
-from blockyard.services.gpu_worker.models.transformers_layers.later_reads import LaterReads
 from blockyard.services.gpu_worker.models.transformers_layers.module_calls import recorded_calls
 from blockyard.services.gpu_worker.models.transformers_layers.placement import Placed, place_modules
 from blockyard.services.gpu_worker.models.transformers_layers.probes import PROBLEMS
+from blockyard.services.gpu_worker.models.transformers_layers.rotations import LaterReads
 from blockyard.services.gpu_worker.models.transformers_layers.stored_names import use_stored_names
-from blockyard.services.gpu_worker.models.transformers_layers.trial import WINDOW, try_rows
+from blockyard.services.gpu_worker.models.transformers_layers.tensor_parallel import (
+    ONE_RANK,
+    TensorParallelPlan,
+    own_shape,
+    read_plan,
+)
+from blockyard.services.gpu_worker.models.transformers_layers.trial import WINDOW, try_rank, try_rows
+from blockyard.services.gpu_worker.parallel.shares import WHOLE, Shard
 from blockyard.services.gpu_worker.step import InputVectors, Step
 from blockyard.shared.architectures import describe_unsupported, find_architecture
 from blockyard.shared.errors import ConfigError
@@ -63,12 +70,14 @@ OTHER_PARTS = (
     "vision_embed_tokens.",
 )
 LONGROPE = "longrope"
+# why a class is refused that runs otherwise
+REPLACED, DIVIDED = "it does not run with our layers: ", "it does not run with a rank's share of its layers: "
 OWN_ATTENTION = "it computes its attention itself, and looks up no other one (AttentionInterface of transformers)"
 
 
 def build(config: dict[str, Any], table: WeightTable) -> "TransformersModel":
     """Raises ConfigError for a model that transformers does not have, or with layers that we cannot run."""
-    layers = trace_layers(config, table.dtype)
+    layers = trace_layers(config, table.dtype, table.shard)
     causal, hf_config = make_on_meta(config, table.dtype)
     name, positions = type(causal).__name__, getattr(hf_config, "max_position_embeddings", None)
     if not isinstance(positions, int):
@@ -78,15 +87,8 @@ def build(config: dict[str, Any], table: WeightTable) -> "TransformersModel":
     if table.has_memory:
         place_buffers(causal, table.device)
     table.leave_out(*OTHER_PARTS)
-    if table.shard.size > 1:
-        raise ConfigError(
-            f"--tensor-parallel-size {table.shard.size}: {config['architectures'][0]} runs by its class in "
-            "transformers, whose layers are not divided among ranks"
-        )
-    ops = find_ops(table.device)
-    placed = place_modules(
-        causal, LinearLayers(table, config), layers.fusions, layers.calls, ops, experts=layers.experts
-    )
+    ops, linears = find_ops(table.device), LinearLayers(table, config)
+    placed = place_modules(causal, linears, layers.fusions, layers.calls, ops, experts=layers.experts, plan=layers.plan)
     with _refusals(name):
         use_stored_names(causal, table)
     model = TransformersModel(causal, connection, shape, table, placed)
@@ -182,6 +184,7 @@ class _Trace:
 
     def __init__(self) -> None:
         self.layers: dict[int, AttentionShape] = {}
+        self.modules: dict[nn.Module, AttentionShape] = {}  # that call attention
         self.top_k: dict[int, int] = {}  # by the identity of a module of experts
         self.hidden_size = 0  # of the head's input
 
@@ -193,7 +196,7 @@ class _Trace:
         if wrong:
             raise ConfigError(f"its attention of layer {layer} has {wrong}, which no attention kernel here computes")
         head_dim = query.shape[3]
-        self.layers[layer] = AttentionShape(
+        self.layers[layer] = self.modules[options["owner"]] = AttentionShape(
             num_heads=query.shape[1],
             kv_heads=key.shape[1],
             head_dim=head_dim,
@@ -283,11 +286,12 @@ def make_on_meta(config: dict[str, Any], dtype: torch.dtype, **changed: Any) -> 
 class TracedLayers:
     """The facts about a model's layers that forward passes on the meta device show."""
 
-    attention: tuple[AttentionShape, ...]
+    attention: tuple[AttentionShape, ...]  # of a rank
     calls: list[str]  # names of the linear layers, in the order in which a step calls them
     fusions: Fusions
     experts: Mapping[str, ExpertsKind]  # of mixtures, by name
     hidden_size: int  # of the head's input
+    plan: TensorParallelPlan  # of ranks
 
 
 def _rope_types(config: Any) -> set[str]:
@@ -296,35 +300,52 @@ def _rope_types(config: Any) -> set[str]:
     return {one["rope_type"] for one in (found, *found.values()) if isinstance(one, dict) and "rope_type" in one}
 
 
-def trace_layers(config: dict[str, Any], dtype: torch.dtype) -> TracedLayers:
-    """Runs the layers on the meta device, and again with what can be replaced; then on the CPU, with rows of two
-    sequences. Raises ConfigError."""
+def trace_layers(config: dict[str, Any], dtype: torch.dtype, shard: Shard = WHOLE) -> TracedLayers:
+    """Runs the layers on the meta device, and again with what can be replaced and a rank's share of the weights; then
+    on the CPU, with rows of two sequences. Raises ConfigError."""
     causal, _ = make_on_meta(config, dtype)
     name = type(causal).__name__
     with recorded_calls(causal) as recorded:
         trace = _trace(causal)
-    attention = tuple(trace.layers[layer] for layer in sorted(trace.layers))
     with _refusals(name):
         experts = _find_experts(causal, trace)
     prove_rows(json.dumps(config, sort_keys=True))
-    calls, fusions = [call.name for call in recorded.linears], find_fusions(causal, recorded)
+    calls, fusions, plan = [call.name for call in recorded.linears], find_fusions(causal, recorded), ONE_RANK
+    if shard.size > 1:
+        shapes = {called: trace.modules[one] for called, one in causal.named_modules() if one in trace.modules}
+        with _refusals(name):
+            plan = read_plan(causal, dtype, shapes, experts, shard)
+        prove_rank(json.dumps(config, sort_keys=True), tuple(shapes.items()), tuple(experts), shard)
+        fusions = plan.fit(fusions)
     for found in (fusions, Fusions()):
-        reads, table = LaterReads(), WeightTable(dtype, torch.device("meta"))
+        reads, table = LaterReads(), WeightTable(dtype, torch.device("meta"), shard=shard)
         placed = (LinearLayers(table, config), found, calls, find_ops(table.device), reads.rotate_of)
-        place_modules(causal, *placed)
+        place_modules(causal, *placed, plan=plan)
         try:
             with reads:
-                again = _trace(causal)
+                again = _trace(causal, REPLACED if shard.size == 1 else DIVIDED)
         except ConfigError as e:  # for example a class that reads the weight of a norm, or views q as one row
             if found == Fusions():
                 raise
             log.warning("%s runs with its own modules: it does not run with ours (%s)", name, e)
             causal, _ = make_on_meta(config, dtype)
             continue
-        if again.layers == trace.layers:
+        attention = _own_attention(trace, again, shard)
+        if attention is not None:
             break
+    else:
+        raise ConfigError(f"{FLAG}: {name} is refused: its layers do not run with the heads of one rank")
     in_place = {name: name in reads.rotated - reads.found for name in found.rotations}
-    return TracedLayers(attention, calls, replace(found, rotations=in_place), experts, trace.hidden_size)
+    return TracedLayers(attention, calls, replace(found, rotations=in_place), experts, trace.hidden_size, plan)
+
+
+def _own_attention(whole: "_Trace", traced: "_Trace", shard: Shard) -> tuple[AttentionShape, ...] | None:
+    """Returns the attention of each layer on a rank; None if a layer runs with other heads. whole: of one rank."""
+    if whole.layers.keys() != traced.layers.keys():
+        return None
+    found = [own_shape(shape, traced.layers[layer], shard) for layer, shape in sorted(whole.layers.items())]
+    own = tuple(shape for shape in found if shape is not None)
+    return own if len(own) == len(found) else None
 
 
 def _find_experts(causal: Any, trace: _Trace) -> dict[str, ExpertsKind]:
@@ -336,12 +357,12 @@ def _find_experts(causal: Any, trace: _Trace) -> dict[str, ExpertsKind]:
     }
 
 
-def _trace(causal: Any) -> _Trace:
-    """Runs the layers on the meta device. Raises ConfigError."""
+def _trace(causal: Any, what: str = "it does not run as one flat batch: ") -> _Trace:
+    """Runs the layers on the meta device. Raises ConfigError. what: words before the text of errors."""
     connection, trace = Connection(causal), _Trace()
     connection.computes = trace
     ids = torch.zeros(PROBE_TOKENS, dtype=torch.int64, device="meta")
-    with _refusals(type(causal).__name__, "it does not run as one flat batch: "):
+    with _refusals(type(causal).__name__, what):
         try:
             with torch.inference_mode(False), torch.no_grad():  # inference tensors do not count their versions
                 mask = torch.zeros(1, 1, 1, 1, device="meta")
@@ -371,6 +392,21 @@ def prove_rows(config: str) -> None:
         kinds = set(getattr(hf_config, "layer_types", None) or (["states"] if causal._is_stateful else []))
         if unknown := sorted(kinds - ATTENTION_KINDS):
             raise ConfigError(f"it has layers of {', '.join(unknown)}, of which our KV cache keeps nothing")
+
+
+@lru_cache(maxsize=4)
+def prove_rank(
+    config: str, attention: tuple[tuple[str, AttentionShape], ...], experts: tuple[str, ...], shard: Shard
+) -> None:
+    """Runs a rank's part of a class with made-up weights on the CPU: see `trial`. Raises ConfigError.
+
+    config: config.json. attention, experts: see `read_plan`.
+    """
+    causal, hf_config = make_on_meta(json.loads(config), torch.float32)
+    with _refusals(type(causal).__name__, DIVIDED):
+        connection, plan = Connection(causal), read_plan(causal, torch.float32, dict(attention), experts, shard)
+        place_buffers(causal, torch.device("cpu"))
+        try_rank(causal, connection, _run, hf_config.vocab_size, plan, shard)
 
 
 def _line(error: Exception) -> str:

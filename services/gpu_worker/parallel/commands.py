@@ -103,6 +103,8 @@ class ForwardPass(Frame, frozen=True):
     token_ids: bytes  # int64
     positions: bytes
     adapter_places: bytes = b""  # int32, of each token; empty: none has an adapter
+    vector_rows: bytes = b""  # int64, tokens with a vector as input, see `InputVectors`
+    vectors: bytes = b""  # [rows, width], in the dtype of the model
 
 
 class DeviceForward(Frame, frozen=True):
@@ -120,6 +122,8 @@ class DeviceForward(Frame, frozen=True):
     num_tables: int = 0  # sequences whose block tables follow, too, of so many blocks; 0: tables are those of slots
     table_width: int = 0
     words: bytes = b""  # int32; empty: only the leader's device has them, and they follow as a collective, int64
+    num_vectors: int = 0  # tokens with a vector as input: their rows, int64, and the vectors follow as collectives
+    vector_width: int = 0
 
 
 class PackedForward(Frame, frozen=True):
@@ -216,6 +220,22 @@ class ReclaimMemory(Frame, frozen=True):
 
     weights: bool
     kv: bool
+
+
+class CountExperts(Frame, frozen=True):
+    """Count from here on how often experts are chosen."""
+
+
+class SumExpertLoads(Frame, frozen=True):
+    """Sum over ranks how often experts were chosen, as a collective of each stage, and tell the leader."""
+
+
+class TradeExperts(Frame, frozen=True):
+    """Pairs of experts of a layer take each other's rank and place, one pair after another."""
+
+    stage: int
+    layer: int  # counted among the stage's mixtures
+    pairs: list[tuple[int, int]]
 
 
 class ReadAdapter(Frame, frozen=True):
@@ -349,6 +369,9 @@ Command = (
     | FetchBlocks
     | ReleaseMemory
     | ReclaimMemory
+    | CountExperts
+    | SumExpertLoads
+    | TradeExperts
     | ReadAdapter
     | ForgetAdapter
     | ForgetAdapters

@@ -15,7 +15,7 @@ from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 
 log = logging.getLogger(__name__)
 
-HALF_BYTES = 8 << 20  # of a buffer
+HALF_BYTES = 8 << 20  # of a buffer: parts fill whole tiles of the kernels
 
 
 class PeerCollectives:

@@ -136,12 +136,12 @@ class RankGroup:
             return parts[self.rank]
         if self._sums_in_order:
             once = [1] * self.size
-            return _in_order(list(self.exchange(parts, once, once)))
+            return _in_order(list(self.exchange_rows(parts, once, once)))
         total = torch.empty_like(parts[0])
         self.wait(self._group._reduce_scatter_base(total, parts, self._summed_parts))
         return total
 
-    def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    def exchange_rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Sends the first rows to the first rank, the next ones to the next rank, and so on. Returns what came.
 
         rows [sum(sent), *shape] -> [sum(received), *shape]. sent, received: numbers of rows, by rank.
@@ -181,6 +181,20 @@ class RankGroup:
         """Writes what another rank has sent to a contiguous tensor."""
         if not self._is_alone:
             self.wait(self._group.recv([_bytes(tensor)], of, 0))
+
+    def exchange(self, tensors: Sequence[Tensor], peer: int) -> list[Tensor]:
+        """Sends contiguous tensors to another rank, and returns what it sends: as many, of the same shapes.
+
+        Of two ranks alone: both call it. The lower one sends first, so that neither waits for the other's receive.
+        """
+        received = [torch.empty_like(one) for one in tensors]
+        for is_sending in (self.rank < peer, self.rank > peer):
+            for one, other in zip(tensors, received, strict=True):
+                if is_sending:
+                    self.wait(self.send(one, peer))
+                else:
+                    self.receive(other, peer)
+        return received
 
     @property
     def is_alone(self) -> bool:

@@ -191,7 +191,7 @@ class PoolingOutput:
         self._copies.follow_steps()
         with self._copies.use():
             host.copy_(numbers, non_blocking=True)
-            numbers.record_stream(torch.cuda.current_stream())
+        self._copies.keep(numbers)
         event.record()
         return host, event
 

@@ -52,7 +52,8 @@ def prompt_limits(config: PromptConfig | None, model: Model, max_model_len: int)
     """What is taken of prompt adapters. max_model_len: a prompt has a token besides, and an output has one."""
     if config is None:
         return None
-    width = model.embeddings()[0].shape[1]
+    embedding = model.adaptable.embedding  # a pipeline stage knows its width, without the table
+    width = (model.embeddings()[0] if embedding is None else embedding.weight).shape[1]
     return PromptLimits(min(config.max_tokens, max_model_len - 2), width, model.table.dtype)
 
 

@@ -1,6 +1,7 @@
 """The vectors of prompt adapters in host memory, and which slots begin with them."""
 
 import itertools
+import weakref
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ class PromptVectors:
         self._of_slot: dict[int, Tensor] = {}
         self._asked: dict[int, int] = {}  # adapters, by job
         self._jobs = itertools.count(-1, -1)  # those of LoRA adapters are above 0
+        weakref.finalize(self, reader.close)
 
     # the host of adapters
 

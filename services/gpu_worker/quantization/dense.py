@@ -20,7 +20,7 @@ output features, as of a router of 6 experts, the bits of a row in mm on a trans
 that few outputs have the unchanged one. In bfloat16 the packed weight is always the fastest.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.linear_spec import SUFFIXES, Arrange, Cut, ExpertSpec, LinearSpec, MatrixPart
 from blockyard.services.gpu_worker.loading.weights import FLOATS, Fill, WeightTable, after
-from blockyard.services.gpu_worker.quantization.method import ExpertMethod, Fusion, LinearMethod
+from blockyard.services.gpu_worker.quantization.method import ExpertLinear, ExpertMethod, Fusion, LinearMethod
 
 FORM = "dense"  # see `LinearMethod.form`
 SECOND_COPY_ELEMENTS = 1_500_000  # above it, one row is limited by memory bandwidth in any layout
@@ -91,6 +91,26 @@ class UnquantizedLinear:
         assert name == "weight"
         self._weight = tensor
 
+    def contents(self) -> list[Tensor]:
+        """Implements `ExpertLinear`: the weight [out, in], and the bias if there is one."""
+        weight = self._weight
+        if weight is None:
+            assert self._packed is not None
+            weight = self._packed.to_dense() if self._transposed is None else self._transposed.t()
+        return [weight] if self.bias is None else [weight, self.bias]
+
+    def write(self, contents: Sequence[Tensor]) -> None:
+        """Implements `ExpertLinear`."""
+        weight = contents[0]
+        if self._weight is not None:
+            self._weight.copy_(weight)
+        if self._transposed is not None:
+            self._transposed.copy_(weight.t())
+        if self._packed is not None:
+            self._packed = _dnn._reorder_linear_weight(weight.contiguous())
+        if self.bias is not None:
+            self.bias.copy_(contents[1])
+
 
 class Float32Linear(UnquantizedLinear):
     """A weight in float32, also in models of another dtype. The kernels of that dtype do not read it."""
@@ -127,8 +147,11 @@ class UnquantizedExperts:
     def round_inputs(self, x: Tensor) -> Tensor:
         return x
 
-    def linear(self, expert: int) -> LinearMethod:
+    def linear(self, expert: int) -> ExpertLinear:
         return UnquantizedLinear(self.weight[expert], None if self.bias is None else self.bias[expert])
+
+    def numbers(self) -> list[Tensor]:
+        return []
 
     def tensors(self) -> dict[str, Tensor]:
         return {"weight": self.weight} | ({} if self.bias is None else {"bias": self.bias})

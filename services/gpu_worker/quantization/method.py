@@ -1,5 +1,6 @@
 """The interfaces of a weight. Whatever multiplies, tunes, times, moves or fills one asks these and reads no tensor."""
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol, runtime_checkable
 
@@ -65,6 +66,16 @@ class RoundedInputs(Protocol):
         """As `LinearMethod.apply`, of rows that are rounded."""
 
 
+class ExpertLinear(LinearMethod, Protocol):
+    """The weight of one expert."""
+
+    def contents(self) -> list[Tensor]:
+        """Returns the weight as tensors that `write` of another expert of the same product takes, on any rank."""
+
+    def write(self, contents: Sequence[Tensor]) -> None:
+        """Replaces the weight by the `contents` of another expert, where products find it. Also after `prepare`."""
+
+
 class ExpertMethod(Protocol):
     """The weight of one product of all experts of a layer: a `LinearMethod` with a leading dimension of experts."""
 
@@ -90,8 +101,12 @@ class ExpertMethod(Protocol):
     def round_inputs(self, x: Tensor) -> Tensor:
         """x [rows, inputs] as products see it, in its dtype."""
 
-    def linear(self, expert: int) -> LinearMethod:
-        """Returns the weight of one expert, for devices that multiply expert by expert."""
+    def linear(self, expert: int) -> ExpertLinear:
+        """Returns the weight of one expert, in the memory of all: for devices that multiply expert by expert, and to
+        move it."""
+
+    def numbers(self) -> list[Tensor]:
+        """Returns the tensors with one number for all experts of the model's layer, of which the largest counts."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors of the weight by name, as `LinearMethod.tensors` does."""

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.linear_spec import Cut, ExpertSpec, LinearSpec, MatrixPart, Split
-from blockyard.services.gpu_worker.loading.tensor_groups import wait_for_device
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.quantization.cut_linear import CutLinear
@@ -237,7 +236,7 @@ class _Placement:
                 self._write(one, how.to_kept(tensors), start, expert)
             for i, number in enumerate(stacked or ()):
                 self._write(one, how.to_kept({key: value[number] for key, value in tensors.items()}), start, i)
-            wait_for_device(next(iter(self._memory.values())))
+            self._table.link.synchronize_thread()
 
     def _write(self, one: MatrixPart, made: Mapping[str, Tensor], start: int, expert: int | None) -> None:
         rows = self._spec.rows(one, self._table.shard)

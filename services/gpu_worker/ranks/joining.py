@@ -1,7 +1,7 @@
 """How a rank that its leader has not started finds and joins its group: on another host, or started by Ray. No torch.
 
-1. The leader opens a `RankEntrance`. Its `address` is in the leader's entry of the membership list, or is handed on by
-   what starts the ranks.
+1. The leader opens an `entrance.RankEntrance`. Its `address` is in the leader's entry of the membership list, or is
+   handed on by what starts the ranks.
 2. What starts the rank gives it a `RankTicket`. The rank's process calls `join` before it loads.
 3. `join` dials the leader's two sockets, with Curve keys on tcp. The leader compares the digest and answers. When all
    ranks are there, it tells them where torch's store is. The ordered stream of commands follows on the same link.
@@ -11,15 +11,11 @@ The entrance stays open while the group runs: a rank whose number is taken is to
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import msgspec
 
 from blockyard.services.gpu_worker.parallel.commands import (
-    Answer,
     Command,
     GroupComplete,
     GroupDigest,
@@ -31,9 +27,8 @@ from blockyard.services.gpu_worker.parallel.commands import (
     RankJoin,
     Sign,
 )
-from blockyard.services.gpu_worker.ranks.group_digest import differences
 from blockyard.shared.bus.curve import KeyPair
-from blockyard.shared.bus.frame_links import AcceptedLink, FrameEnd, FrameLink, FrameListener
+from blockyard.shared.bus.frame_links import FrameEnd, FrameLink
 from blockyard.shared.bus.ring_query import ask_members
 from blockyard.shared.bus.sockets import Sockets
 from blockyard.shared.config.services.process import BusConfig
@@ -47,8 +42,6 @@ SAID_S = 0.2  # in which a leader's last word arrives
 RETRY_S = 0.3  # between two attempts to find or join a group
 TAKEN_S = 7.0  # a leader notices that a rank is gone within 4 s: a number that is taken for longer is taken
 ANSWER_S = 2.0  # of the message bus
-HEARD_S = 3.0  # in which ranks read why they are not of the group
-TAKES_S = 4.0  # the leader's wait for an answer
 FAILURES: dict[int, type[BlockyardError]] = {one.exit_code: one for one in (ConfigError, LoadError)}
 
 
@@ -81,139 +74,6 @@ class JoinedGroup:
         self.commands.close()
         self.signs.close()
         self.sockets.close()
-
-
-class JoinedRank(NamedTuple):
-    """The leader's links to a rank. All of `signs` belong to one thread, and so do all of `commands`."""
-
-    commands: AcceptedLink[Answer]
-    signs: AcceptedLink[Sign]
-    place: str
-    pid: int
-
-
-class RankEntrance:
-    """The leader's two sockets for ranks that it has not started."""
-
-    def __init__(
-        self, bus: BusConfig, group: str, places: Mapping[int, str], digest: GroupDigest, keys: KeyPair | None = None
-    ) -> None:
-        """places: of the ranks that are to join, in words. keys: instead of those of `bus`."""
-        self._sockets, self._places, self._digest = Sockets(bus, keys=keys), places, digest
-        self._signs: FrameListener[RankJoin, Sign] = FrameListener(self._sockets, RankJoin, Sign, self._on_sign)
-        self._commands: FrameListener[RankJoin, Answer] = FrameListener(
-            self._sockets, RankJoin, Answer, self._on_command
-        )
-        self.address = RankAddress(group, self._signs.endpoint, self._commands.endpoint)
-        self._accepted: dict[int, tuple[AcceptedLink[Sign], RankJoin]] = {}
-        self.joined: dict[int, JoinedRank] = {}  # by rank
-        self._refusal: ConfigError | None = None
-        self._refused: list[AcceptedLink[Sign]] = []  # those told so
-        self._is_complete = False  # from then on another thread has the signs
-
-    def gather(self, timeout_s: float, turn: Callable[[], None] = lambda: None) -> Mapping[int, JoinedRank]:
-        """Waits for all ranks. turn: called about ten times a second, and may raise.
-
-        Raises ConfigError for one that does not fit, LoadError if some are missing at the end of the time.
-        """
-        end_s = time.monotonic() + timeout_s
-        while len(self.joined) < len(self._places) or not all(map(self._is_there, self._places)):
-            turn()
-            self._signs.wait(POLL_S)
-            self._commands.wait(0)
-            if self._refusal is not None:
-                raise self._refusal
-            if time.monotonic() > end_s:
-                missing = dict.fromkeys(place for rank, place in self._places.items() if rank not in self.joined)
-                raise LoadError(
-                    f"no ranks of {', '.join(missing)} within {timeout_s:g} s (--rank-timeout): the group is not "
-                    "complete"
-                )
-        return self.joined
-
-    def complete(self, store: str) -> None:
-        """Tells all ranks that the group is complete. Raises RankLostError."""
-        self._is_complete = True
-        for rank, joined in self.joined.items():
-            try:
-                joined.commands.send(GroupComplete(store))
-            except OSError as e:
-                raise RankLostError(f"rank {rank} has ended") from e
-
-    def give_up(self, error: BlockyardError) -> None:
-        """Tells ranks that have joined why the group will not be complete, and waits until all have heard.
-
-        A frame that a peer has not read is lost when its link is closed.
-        """
-        told = [*(link for link, _ in self._accepted.values()), *self._refused]
-        frame: Sign = RankFailed(str(error), error.exit_code)
-        deadline = time.monotonic() + HEARD_S
-        while told and time.monotonic() < deadline:
-            told = [link for link in told if _is_open(link, frame)]
-            frame = LifeSign()
-            time.sleep(POLL_S)
-
-    def close_signs(self) -> None:
-        """Ranks notice at once, and end. For the thread that has the signs."""
-        self._signs.close()
-
-    def close(self) -> None:
-        """No other thread uses the sockets any more."""
-        self._signs.close()
-        self._commands.close()
-        self._sockets.close()
-
-    def _on_sign(self, route: bytes, frame: RankJoin) -> None:
-        refused = self._check(frame)
-        answer: JoinAnswer = refused or JoinAccepted()
-        if refused is None:
-            self._accepted[frame.rank] = self._signs.accept(route, TAKES_S), frame
-        elif not self._is_complete:
-            self._refused.append(self._signs.accept(route, TAKES_S))
-        try:
-            self._signs.send(route, msgspec.msgpack.encode(answer))
-        except ConnectionError:
-            self._accepted.pop(frame.rank, None)
-
-    def _check(self, frame: RankJoin) -> JoinRefused | None:
-        differs = differences(frame.digest, self._digest)
-        if differs:
-            self._refusal = ConfigError(f"{frame.place} has {differs}")
-            return JoinRefused(str(self._refusal), ConfigError.exit_code)
-        if frame.rank not in self._places:
-            return JoinRefused(f"{frame.place}: the leader starts rank {frame.rank} itself", ConfigError.exit_code)
-        if self._is_there(frame.rank):
-            words = (
-                f"{frame.place}: rank {frame.rank} is in the group already, from {self._accepted[frame.rank][1].place}"
-            )
-            return JoinRefused(words, ConfigError.exit_code, is_taken=True)
-        return None
-
-    def _is_there(self, rank: int) -> bool:
-        if self._is_complete:
-            return True
-        if rank not in self._accepted:
-            return False
-        try:
-            self._accepted[rank][0].send(LifeSign())
-        except OSError:  # it ended before the group was complete
-            self._accepted.pop(rank)[0].close()
-            self.joined.pop(rank, None)
-            return False
-        return True
-
-    def _on_command(self, route: bytes, frame: RankJoin) -> None:
-        if (accepted := self._accepted.get(frame.rank)) and accepted[1] == frame:
-            commands = self._commands.accept(route, TAKES_S)
-            self.joined[frame.rank] = JoinedRank(commands, accepted[0], frame.place, frame.pid)
-
-
-def _is_open(link: AcceptedLink[Sign], frame: Sign) -> bool:
-    try:
-        link.send(frame)
-    except OSError:
-        return False
-    return True
 
 
 class TakenError(ConfigError):

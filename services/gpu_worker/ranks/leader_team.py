@@ -21,8 +21,8 @@ from blockyard.services.gpu_worker.parallel.commands import (
 )
 from blockyard.services.gpu_worker.parallel.meeting import Meeting
 from blockyard.services.gpu_worker.parallel.stages import place_of
+from blockyard.services.gpu_worker.ranks.entrance import JoinedRank, RankEntrance
 from blockyard.services.gpu_worker.ranks.host_ranks import HostRanks
-from blockyard.services.gpu_worker.ranks.joining import JoinedRank, RankEntrance
 from blockyard.services.gpu_worker.ranks.signs import SILENT_S, RankSigns
 from blockyard.shared.bus.frame_links import FrameEnd
 from blockyard.shared.bus.poller import Readable

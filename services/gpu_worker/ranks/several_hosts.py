@@ -14,12 +14,12 @@ from pathlib import Path
 from blockyard.services.gpu_worker.parallel.commands import RankFailed
 from blockyard.services.gpu_worker.parallel.meeting import Meeting
 from blockyard.services.gpu_worker.ranks import network
+from blockyard.services.gpu_worker.ranks.entrance import RankEntrance
 from blockyard.services.gpu_worker.ranks.group_digest import make_digest
 from blockyard.services.gpu_worker.ranks.host_ranks import HostRanks
 from blockyard.services.gpu_worker.ranks.joining import (
     ANSWER_S,
     TAKEN_S,
-    RankEntrance,
     RankTicket,
     leaders,
 )

@@ -15,6 +15,7 @@ from torch import Tensor
 from blockyard.kernels.sampling.philox_gumbel import split_seed
 from blockyard.kernels.slots.slot_state import NUM_FIELDS, Field
 from blockyard.services.gpu_worker.arrays import Ints
+from blockyard.services.gpu_worker.host_link import LinkStream
 from blockyard.services.gpu_worker.sampling.logits_steps import SlotFields, write_steps
 from blockyard.services.gpu_worker.sampling.logprobs import score, score_listed
 from blockyard.services.gpu_worker.sampling.topk_topp_sampler import NoisyRows, noisy_rows, processed
@@ -91,15 +92,20 @@ class HostRows:
         eos_token_ids: list[int],
         device: torch.device,
         matchers: MatcherProcesses | None,
+        stream: LinkStream,
+        runs_ahead: bool,
         mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
     ) -> None:
-        """device: of the logits. matchers: make the masks of structured output; None: no slot has a constraint."""
+        """device: of the logits. matchers: make the masks of structured output; None: no slot has a constraint.
+
+        stream: that `sample` is called on. runs_ahead: later steps are launched beside it, which it must not hold up.
+        """
         self._vocab_size, self._eos, self._device = vocab_size, eos_token_ids, device
         self._is_raw = mode in (LogprobsMode.RAW_LOGPROBS, LogprobsMode.RAW_LOGITS)
         self._as_logits = mode in (LogprobsMode.RAW_LOGITS, LogprobsMode.PROCESSED_LOGITS)
         self._matchers = matchers
         self._rows: dict[int, HostRow] = {}  # by slot
-        self._thread = ProcessorThread()
+        self._runs_ahead, self._thread = runs_ahead, ProcessorThread(stream)
 
     def reset(self) -> None:
         self._rows.clear()
@@ -151,8 +157,8 @@ class HostRows:
         if not rows or matchers is None:
             return {}
         wanted = {slot: int(table.num_tokens[slot]) for slot in rows}
-        # on a GPU a wait would hold up the launches of later steps, and only rows of the host are here
-        matchers.wait(wanted, has_others=len(rows) < len(slots) or self._device.type == "cuda")
+        # a wait would hold up the launches of later steps, and only rows of the host are here
+        matchers.wait(wanted, has_others=len(rows) < len(slots) or self._runs_ahead)
         allowed = {}
         for slot, place in rows.items():
             if problem := matchers.problem(slot):

@@ -20,6 +20,7 @@ from blockyard.kernels.sampling.sampling_state import (
 )
 from blockyard.kernels.slots.slot_state import MAX_TOKEN_EDITS, Field, SlotState
 from blockyard.services.gpu_worker.arrays import Ints, Words
+from blockyard.services.gpu_worker.host_link import HostLink, put
 from blockyard.services.gpu_worker.sampling.logits_steps import SlotFields, TokenEdits, write_steps
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import Sampling, TokenLogprobs
@@ -36,7 +37,9 @@ def edits_bytes(capacity: int, vocab_size: int) -> int:
 class DeviceLogitsEdits:
     """Owns the rows of slots with changed logits, and the buffer of a step's log-probabilities."""
 
-    def __init__(self, state: SlotState, vocab_size: int, enabled: bool, num_extra_tokens: int = 0) -> None:
+    def __init__(
+        self, state: SlotState, vocab_size: int, link: HostLink, enabled: bool, num_extra_tokens: int = 0
+    ) -> None:
         """enabled: False leaves all penalties, edits of tokens and log-probabilities to the host. num_extra_tokens:
         that adapters may add behind the vocabulary: they are counted, too."""
         device, capacity, self.enabled = state.arena.device, len(state.row_slots), enabled
@@ -60,6 +63,7 @@ class DeviceLogitsEdits:
         self.host_row = state.fields[Field.LOGITS_ROW]
         self.host_logits = _zeros(min(capacity, MOST_HOST_ROWS), vocab_size, np.float32, device)
         self._state, self._capacity, self._num_rows, self._vocab_size = state, capacity, rows, vocab_size
+        self._link = link
         self.buffer = torch.zeros(LOGPROB_WORDS * capacity if enabled else 0, dtype=torch.int32, device=device)
         self.reset()
 
@@ -123,10 +127,8 @@ class DeviceLogitsEdits:
         if row is None:
             return
         state = table.slots[slot]
-        ids = torch.from_numpy(table.token_ids[slot, state.num_virtual : table.num_tokens[slot]].copy())
         counts = self.tensors.counts
-        if counts.is_cuda:
-            ids = ids.pin_memory().to(counts.device, non_blocking=True)
+        ids = put(table.token_ids[slot, state.num_virtual : table.num_tokens[slot]].copy(), counts.device, self._link)
         count_known(counts[row], ids, state.num_prompt_tokens - state.num_virtual)
 
     def edit_words(self, slot: int, edits: TokenEdits) -> tuple[Words, Words]:
@@ -169,7 +171,5 @@ class DeviceLogitsEdits:
 
 
 def _zeros(rows: int, columns: int, dtype: type[np.number[Any]], device: torch.device) -> Tensor:
-    """On the CPU pages of rows that are never used take no memory."""
-    if device.type == "cpu":
-        return torch.from_numpy(np.zeros((rows, columns), dtype))
-    return torch.zeros((rows, columns), dtype=torch.float32 if dtype is np.float32 else torch.int32, device=device)
+    """In host memory pages of rows that are never used take no memory."""
+    return torch.from_numpy(np.zeros((rows, columns), dtype)).to(device)

@@ -6,7 +6,6 @@ and so does the constructor of a class. One that raises, returns something else 
 request alone. Processors run in a thread: a step waits for them, but not for one that hangs.
 """
 
-import contextlib
 import ctypes
 import inspect
 import queue
@@ -20,6 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from blockyard.services.gpu_worker.host_link import LinkStream
 from blockyard.shared.messages import LogitsProcessor
 
 EXTRA_ARGS = "extra_args"  # a parameter
@@ -93,8 +93,9 @@ def _find(name: str) -> Any:
 class ProcessorThread:
     """Runs processors one after another, each job under a limit of time."""
 
-    def __init__(self, limit_s: float = LIMIT_S) -> None:
-        self._limit_s = limit_s
+    def __init__(self, stream: LinkStream, limit_s: float = LIMIT_S) -> None:
+        """stream: that processors run on. Each thread has a current stream of its own."""
+        self._stream, self._limit_s = stream, limit_s
         self._jobs: queue.SimpleQueue[Callable[[], Tensor]] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Tensor | BaseException] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -102,12 +103,10 @@ class ProcessorThread:
     def run(
         self, processors: Sequence[UserProcessor], prompt_ids: list[int], output_ids: list[int], logits: Tensor
     ) -> Tensor:
-        """Applies processors to logits [vocab] in order, on the caller's CUDA stream. Raises ProcessorError."""
-        # each thread has a current stream of its own
-        stream = torch.cuda.current_stream(logits.device) if logits.is_cuda else None
+        """Applies processors to logits [vocab] in order. Raises ProcessorError."""
 
         def job() -> Tensor:
-            with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+            with self._stream.use():
                 changed = logits.float().clone()
                 for processor in processors:
                     changed = processor.apply(prompt_ids, output_ids, changed)

@@ -1,9 +1,7 @@
 """A GPU: Triton kernels that are compiled and tuned, steps ahead of the host, and CUDA graphs. Imports Triton."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,7 +26,7 @@ from blockyard.services.gpu_worker.execution.packed_graphs import PackedGraphs
 from blockyard.services.gpu_worker.execution.pooled_steps import ChunkAttention
 from blockyard.services.gpu_worker.execution.ranks.follower import FollowerNeeds, FollowerSteps
 from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror
-from blockyard.services.gpu_worker.host_link import HostLink, LinkEvent, LinkStream, put
+from blockyard.services.gpu_worker.host_link import HostLink, put
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.cpu_offload import Declare, share_of_layers
 from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
@@ -54,6 +52,7 @@ from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.parallel.sum_measurement import choose_sums
 from blockyard.services.gpu_worker.parallel.team import SendCommand
 from blockyard.services.gpu_worker.runner import Runner
+from blockyard.services.gpu_worker.startup.cuda_link import CudaLink
 from blockyard.services.gpu_worker.startup.start_report import StartReport, Throttle
 from blockyard.services.gpu_worker.warm_up import warm_up
 from blockyard.services.kv_transfer.host.host_store import STAGING_BYTES, BlockStore, JoinedStore
@@ -61,68 +60,6 @@ from blockyard.services.kv_transfer.host.stream_store import StreamStore
 from blockyard.services.kv_transfer.staging import planned_bytes
 from blockyard.shared.config.services.worker import KVTransferConfig, WorkerConfig, capture_sizes
 from blockyard.shared.errors import LoadError
-
-
-class CudaLink:
-    """Implements `HostLink` with pinned memory and CUDA streams."""
-
-    memory = "GPU memory"
-    copies = True
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def host_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
-
-    def stream(self) -> LinkStream:
-        return _CudaLinkStream(self._device)
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self._device)
-
-    def free_cached(self) -> None:
-        torch.cuda.empty_cache()
-
-
-class _CudaLinkStream:
-    """Implements `LinkStream`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def use(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._stream)
-
-    def follow_steps(self) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream())
-
-    def event(self) -> LinkEvent:
-        return _CudaLinkEvent(self._stream)
-
-    def synchronize(self) -> None:
-        self._stream.synchronize()
-
-
-class _CudaLinkEvent:
-    """Implements `LinkEvent`."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._stream = stream
-
-    def record(self) -> None:
-        self._event.record(self._stream)
-
-    def query(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
-
-    def synchronize(self) -> None:
-        self._event.synchronize()
-
-    def hold_steps(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
-
 
 ANY_LENGTH = 1 << 30  # the tiles of long sequences, for all
 

@@ -11,7 +11,7 @@ from blockyard.services.gpu_worker.loading.expert_loads import ExpertLoads
 from blockyard.services.gpu_worker.loading.weights import HostShare, WeightTable
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.models.registry import Build
-from blockyard.services.gpu_worker.parallel.expert_exchange import ExpertExchange
+from blockyard.services.gpu_worker.parallel.replicas import ExpertExchange
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.parallel.stages import Stage
 from blockyard.services.gpu_worker.parallel.team import RankGroups
@@ -31,6 +31,7 @@ def make_table(
     """Returns the table that a model's layers place this rank's weights in. share: of weights in host memory."""
     table = WeightTable(dtype, backend.device, share, shard)
     table.link, table.spreads_experts, table.replica = backend.link, config.expert_parallel, replica_of(config)
+    table.moves_experts = config.expert_balance is not None
     table.ranks = None if ranks is None else ranks.tensor
     table.exchange = exchange
     table.expert_loads = ExpertLoads(backend.device, backend.link) if config.expert_metrics else None

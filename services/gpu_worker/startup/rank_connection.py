@@ -4,10 +4,9 @@ from functools import partial
 
 import msgspec
 
-from blockyard.services.gpu_worker.parallel.expert_exchange import ExpertExchange
 from blockyard.services.gpu_worker.parallel.meeting import Meeting
 from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankGroup
-from blockyard.services.gpu_worker.parallel.replicas import ReplicaPeers
+from blockyard.services.gpu_worker.parallel.replicas import ExpertExchange, ReplicaPeers
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.parallel.team import RankGroups, RankTeam, connect_groups
 from blockyard.services.gpu_worker.startup.backend import Backend

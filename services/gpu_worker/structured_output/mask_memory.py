@@ -72,7 +72,7 @@ class MaskMemory:
         if os.fstat(fd).st_size != sum(sizes):
             raise ValueError(f"expected {sum(sizes)} bytes of shared memory, got {os.fstat(fd).st_size}")
         self.mapping = mmap.mmap(fd, sum(sizes))
-        self.pinned: object = None  # what lets a device read and write the mapping
+        self.shared: object = None  # what lets a device read and write the mapping
         at = self.offsets = [sum(sizes[:i]) for i in range(len(sizes))]  # in bytes, of the regions in order
         self.sampled: Ints = np.ndarray((num_slots,), np.int64, self.mapping, at[0])
         self.tags: Ints = np.ndarray((num_slots, 2), np.int64, self.mapping, at[1])

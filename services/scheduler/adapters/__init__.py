@@ -1,6 +1,7 @@
 """Adapters: which are served, and which are in each group's host memory and places.
 
 - `registry.AdapterRegistry`: the adapters that requests may name, and adapters that only running requests still use.
+- `held_adapters.HeldAdapters`: of one worker group, which adapters of a kind it has in host memory, or is to have.
 - `group_prompts.GroupPrompts`: of one worker group, which prompt adapters it holds. Sequences need no place for them.
 - `group_adapters.GroupAdapters`: of one worker group, which adapter is in host memory and in which place, what uses it.
 

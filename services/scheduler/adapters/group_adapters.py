@@ -5,24 +5,14 @@ group, from before its blocks are reserved until they have landed. A place witho
 another one needs it, the least recently used first.
 """
 
-from collections import deque
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from blockyard.services.scheduler.adapters.held_adapters import HeldAdapter, HeldAdapters, HostChanges
 from blockyard.services.scheduler.plan_pacer import PlanClock
 from blockyard.shared.messages import AdapterPlaced, Geometry
 
 MOST_LOADING = 2  # at a time: a worker reads one after the other
-
-
-@dataclass(slots=True)
-class HeldAdapter:
-    """An adapter in host memory, or on its way there."""
-
-    number: int
-    is_loaded: bool = False
-    has_started: bool = False  # a sequence with it has started here since it was loaded
-    used: int = 0  # turn of its last use
 
 
 @dataclass(slots=True)
@@ -34,24 +24,14 @@ class AdapterPlace:
     closed_s: float | None = None  # since when no sequence starts with it: another adapter has waited for long
 
 
-@dataclass(slots=True)
-class HostChanges:
-    """What the worker is to do with its host memory."""
-
-    drop: list[int] = field(default_factory=list)
-    load: list[int] = field(default_factory=list)
-
-
-class GroupAdapters:
+class GroupAdapters(HeldAdapters):
     """Pure state: numbers of adapters and plans. No frames, no time."""
 
     def __init__(self, geometry: Geometry, plan_clock: PlanClock) -> None:
+        super().__init__(serves_any=geometry.num_adapter_places > 0)
         self._places = [AdapterPlace() for _ in range(geometry.num_adapter_places)]
         self._num_host = geometry.num_host_adapters
         self._plan_clock = plan_clock
-        self._held: dict[int, HeldAdapter] = {}
-        self._wanted: deque[int] = deque()  # to load, in order
-        self._refused: set[int] = set()  # could not be loaded here
         self._turn = 0
         self._next: int | None = None  # an adapter that has waited for long: no other one gets a place before it
         self._place_of: dict[int, int] = {}  # by adapter
@@ -61,37 +41,14 @@ class GroupAdapters:
     def num_places(self) -> int:
         return len(self._places)
 
-    @property
-    def serves_any(self) -> bool:
-        return bool(self._places)
-
-    @property
-    def has_work(self) -> bool:
-        """Whether `take_changes` may have something."""
-        return bool(self._wanted)
-
-    def is_refused(self, adapter: int) -> bool:
-        """Whether this group cannot serve an adapter."""
-        return adapter in self._refused or not self._places
-
     def is_placed(self, adapter: int) -> bool:
         return adapter in self._place_of
-
-    def is_loading(self, adapter: int) -> bool:
-        """Whether the worker was asked to read it, and will answer."""
-        held = self._held.get(adapter)
-        return held is not None and not held.is_loaded
 
     def num_sequences(self, adapter: int) -> int:
         place = self._place_of.get(adapter)
         return 0 if place is None else self._places[place].num_sequences
 
     # host memory
-
-    def want(self, adapter: int) -> None:
-        """Loads an adapter into host memory, unless it is there."""
-        if adapter not in self._held and adapter not in self._wanted and not self.is_refused(adapter):
-            self._wanted.append(adapter)
 
     def take_changes(self, waiting: Sequence[int] = ()) -> HostChanges:
         """What to tell the worker now. Adapters that nothing uses make room, the least recently used first.
@@ -120,27 +77,6 @@ class GroupAdapters:
             changes.load.append(adapter)
         return changes
 
-    def on_loaded(self, adapter: int, *, is_usable: bool) -> None:
-        held = self._held.get(adapter)
-        if held is None:
-            return
-        if is_usable:
-            held.is_loaded = True
-        else:
-            self.forget(adapter)
-            self._refused.add(adapter)
-
-    def retry(self, adapter: int) -> None:
-        """An adapter that could not be loaded may be asked for again."""
-        self._refused.discard(adapter)
-
-    def forget(self, adapter: int) -> bool:
-        """The adapter is not served any more, and no sequence has it. Returns whether the worker is to drop it."""
-        self._refused.discard(adapter)
-        if adapter in self._wanted:
-            self._wanted.remove(adapter)
-        return self._drop(adapter)
-
     # places
 
     def can_start(self, adapter: int) -> bool:
@@ -148,11 +84,9 @@ class GroupAdapters:
         index = self._place_of.get(adapter)
         if index is not None:
             return self._places[index].closed_s is None
-        first = None if self._next is None or self._next == adapter else self._held.get(self._next)
-        if first is not None and first.is_loaded:
+        if self._next is not None and self._next != adapter and self.is_loaded(self._next):
             return False  # while that one is not even read, others may use the place
-        held = self._held.get(adapter)
-        return held is not None and held.is_loaded and self._free_place() is not None
+        return self.is_loaded(adapter) and self._free_place() is not None
 
     def start(self, adapter: int) -> int:
         """A sequence starts in the next plan, or is on its way. Returns its place. The caller has asked `can_start`."""
@@ -229,7 +163,7 @@ class GroupAdapters:
         if index is not None:
             self._places[index].adapter, self._places[index].closed_s = None, None
             self._unplace(index)
-        return self._held.pop(adapter, None) is not None
+        return super()._drop(adapter)
 
     def _unplace(self, index: int) -> None:
         """The next plan does not give this place to the adapter that it was to have."""

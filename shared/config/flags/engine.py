@@ -72,6 +72,19 @@ PARALLEL = (
         ("worker.expert_parallel",),
     ),
     Flag(
+        "enable-eplb",
+        FlagKind.BOOL,
+        False,
+        "With --enable-expert-parallel: move experts between ranks while serving, so that they have about equal loads.",
+    ),
+    Flag(
+        "eplb-config",
+        FlagKind.JSON,
+        None,
+        "When --enable-eplb moves experts: every step_interval steps (3000), by the loads of the last window_size ones "
+        "(1000). log_balancedness: write a line each time.",
+    ),
+    Flag(
         "distributed-executor-backend",
         FlagKind.TEXT,
         None,

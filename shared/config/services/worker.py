@@ -47,6 +47,18 @@ class MockConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     eos_every: int = 0  # about one in this many tokens ends its sequence; 0: never
 
 
+class ExpertBalance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Moves of experts between ranks, by how often they were chosen: `--enable-eplb`, `--eplb-config`."""
+
+    interval_steps: int = 3000  # after so many, experts may move
+    window_steps: int = 1000  # the last ones of the interval, in which loads are counted
+    logs: bool = False  # write a line after each interval
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.window_steps <= self.interval_steps:
+            raise ValueError(f"window_steps must be in [1, {self.interval_steps}], got {self.window_steps}")
+
+
 class KVTransferFaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Faults that a worker adds to its own transfers, for tests: `--pd-faults`. Probabilities are of one copy."""
 
@@ -129,6 +141,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     expert_parallel: bool = False  # a rank has some experts whole, and not a share of each
     expert_replicas: int = 1  # workers that have the experts of the model together, and all else each
     replica: int = 0  # number of this worker among them
+    expert_balance: ExpertBalance | None = None  # None: experts stay where they are loaded
     has_pair_template: bool = False  # the tokenizers render pairs of texts, with an instruction
     pipeline_parallel_size: int = 1  # stages of the model, each with some layers, of `tensor_parallel_size` ranks
     pipeline_layers: list[int] = []  # number of layers of each stage; empty: by cost and KV memory

@@ -54,6 +54,7 @@ COUNTERS = (  # fields of Stats
     "expert_samples_total",
     "experts_hit_total",
     "experts_hit_if_even_total",
+    "experts_moved_total",
     "prefill_steps_total",
     "prefill_step_us_total",
     "prefill_launch_us_total",

@@ -1,16 +1,21 @@
 """Times the linear layers of an 8B with quantized weights, to those in bfloat16, by number of rows; on a GPU.
 
-Each product is the fastest of the tuner's candidates alone, with the norm before it. The head is left out.
+Each product is the fastest of the tuner's candidates alone, with the norm before it. The head is left out. With
+--products there are no norms, and those in bfloat16 are cuBLAS's, so that little is compiled.
 
     python tests/bench/gpu_kernels/bench_quantized_linear.py --forms "w4 g128" "fp8 rows" --rows 1 64 2048
+    python tests/bench/gpu_kernels/bench_quantized_linear.py --products --every --forms "w4 g128" --rows 16 64 256
 """
 
 import argparse
+import functools
+from collections.abc import Sequence
 
 import torch
 
 from blockyard.services.gpu_worker.layers.linear import Linear, dense_linear, make_spec
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import CUBLAS, KernelConfig
+from blockyard.services.gpu_worker.linear_tuning.timing import replay_seconds
 from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
 from blockyard.services.gpu_worker.loading.linear_spec import part
 from blockyard.services.gpu_worker.quantization.kept.form import KeptForm, KeptLinear, kinds
@@ -67,20 +72,40 @@ def describe(config: KernelConfig) -> str:
     return f"{config.kernel} {tiles}"
 
 
-def measure(form: KeptForm | None, rows: list[int]) -> dict[int, list[tuple[float, KernelConfig]]]:
+def product_seconds(tuner: Tuner, config: KernelConfig, group: Sequence[Linear], rows: int) -> float:
+    """Seconds of one product without a norm, as the mean over layers of one shape."""
+    calls = [tuner.timer.call(config, linear, rows, norms=False) for linear in group]
+
+    def step() -> None:
+        for call in calls:
+            call()
+
+    return replay_seconds(step) / len(calls)
+
+
+def measure(
+    form: KeptForm | None, rows: list[int], products: bool, every: bool
+) -> dict[int, list[tuple[float, KernelConfig]]]:
     """The microseconds and the config of each shape, by number of rows."""
     tuner = Tuner(
         [make(form, *shape) for _ in range(COPIES) for shape in SHAPES.values()],
         device=torch.device("cuda"),
         dtype=torch.bfloat16,
     )
-    tuner.compile([num for num in rows if num <= MOST_TUNED])
+    if form is not None or not products:
+        tuner.compile([num for num in rows if num <= MOST_TUNED])
+    seconds = functools.partial(product_seconds, tuner) if products else tuner.timer.seconds
     found: dict[int, list[tuple[float, KernelConfig]]] = {}
     for num in rows:
         for layer, group in zip(tuner.layers, tuner.groups, strict=True):
-            times = {c: 1e6 * tuner.timer.seconds(c, group, num) for c in (CUBLAS, *tuner.candidates(layer, num))}
+            configs = [] if products and form is None else tuner.candidates(layer, num)
+            if not products or not configs:
+                configs = [CUBLAS, *configs]
+            times = {config: 1e6 * seconds(config, group, num) for config in configs}
             best = min(times, key=lambda config: times[config])
             found.setdefault(num, []).append((times[best], best))
+            for config, took in sorted(times.items(), key=lambda one: one[1]) if every else ():
+                print(f"        {num} rows, {layer.out_features}: {took:.1f} us, {describe(config)}", flush=True)
     return found
 
 
@@ -88,11 +113,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--forms", nargs="+", default=[name for name in FORMS if name != BF16], choices=[*FORMS])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64, 128, 256, 2048])
+    parser.add_argument("--products", action="store_true", help="without norms, and bfloat16 by cuBLAS")
+    parser.add_argument("--every", action="store_true", help="prints each candidate")
     args = parser.parse_args()
     base: dict[int, list[tuple[float, KernelConfig]]] = {}
     with torch.inference_mode():
         for name in dict.fromkeys([BF16, *args.forms]):
-            found = measure(FORMS[name], args.rows)
+            found = measure(FORMS[name], args.rows, args.products, args.every)
             base = base or found
             for rows, own in found.items():
                 total, dense = (sum(took for took, _ in one) for one in (own, base[rows]))

@@ -108,7 +108,9 @@ def prepared(runner: Runner, steps: CudaSteps, num_tokens: int) -> tuple[BatchDe
 
 
 def words_of(steps: CudaSteps, num_layers: int, num_groups: int) -> LayerWords:
-    return LayerWords(layer_groups(num_layers, num_groups), steps.decodes.ops, steps.slots.state.step)
+    return LayerWords(
+        layer_groups(num_layers, num_groups), steps.decodes.ops, steps.slots.state.step, steps.decodes.link
+    )
 
 
 def captured(

@@ -1,15 +1,20 @@
-"""`rank_answers.py FOLDER OUTPUT DEVICE FLAGS`: what a checkpoint answers to a fixed list of requests, as JSON.
+"""`rank_answers.py FOLDER OUTPUT DEVICE FLAGS [PARTS]`: what a checkpoint answers to fixed requests, as JSON.
 
 FLAGS: arguments of `LLM`, as JSON. Prompts have up to four chunks. All are asked together in several ways: greedy, with
-log-probabilities of prompts, seeded, with penalties, and forced by a grammar. One is asked alone, and the greedy ones
-again after each level of sleep.
+log-probabilities of prompts, seeded, with penalties, and forced by a grammar. One is asked alone. PARTS: with
+`sleeps` the greedy ones are asked again after each level of sleep, and with `kills` some long ones, while rank 1, if
+there is one, is killed.
 """
 
 import json
+import os
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
+from rig import family
 
 from blockyard import LLM, CompletionOutput, RequestOutput, SamplingParams
 
@@ -25,6 +30,8 @@ ASKED = {
     "penalized": SamplingParams(temperature=0, frequency_penalty=0.6, min_p=0.01, ignore_eos=True, **SHAPE),
     "forced": SamplingParams(temperature=0, structured_outputs={"regex": "[a-c]{2,4} = [0-9]{3}"}, **SHAPE),
 }
+
+LONG, KILL_S = SamplingParams(temperature=0, ignore_eos=True, **SHAPE | {"max_tokens": 150}), 0.15
 
 
 class Stream(msgspec.Struct):
@@ -55,27 +62,40 @@ def _stream(name: str, output: RequestOutput, choice: CompletionOutput) -> Strea
     )
 
 
-def answer(llm: LLM) -> list[Stream]:
+def kill_a_rank() -> None:
+    """Kills rank 1, if there is one."""
+    for pid, title in family(os.getpid()).items():
+        if title.endswith("rank 1"):
+            os.kill(pid, signal.SIGKILL)
+            print("rank 1 is killed", file=sys.stderr, flush=True)
+
+
+def answer(llm: LLM, parts: str) -> list[Stream]:
     def ask(asked: dict[str, SamplingParams], prompts: list[list[int]] = PROMPTS) -> list[Stream]:
         names = [f"{name} {len(prompt)}" for name in asked for prompt in prompts]
         params = [one for one in asked.values() for _ in prompts]
         return streams(names, llm.generate(prompts * len(asked), params, use_tqdm=False))
 
     found = ask(ASKED) + ask({"alone": GREEDY}, [PROMPTS[-2]])
-    for level in (1, 2):
+    for level in (1, 2) if "sleeps" in parts else ():
         llm.sleep(level)
         llm.wake_up()
         found += ask({f"after sleep {level}": GREEDY})
+    if "kills" in parts:
+        killer = threading.Timer(KILL_S, kill_a_rank)
+        killer.start()
+        found += ask({"killed": LONG}, PROMPTS[:5])
+        killer.join()
     return found
 
 
-def main(folder: str, output: str, device: str, flags: str) -> None:
+def main(folder: str, output: str, device: str, flags: str, parts: str = "") -> None:
     fixed = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": CHUNK, "seed": 3}
     fixed |= {"max_num_seqs": CAPACITY, "cudagraph_capture_sizes": [CAPACITY], "num_gpu_blocks_override": 128}
     fixed |= {"enable_sleep_mode": True, "enable_prefix_caching": False, "log_level": "info"}
     fixed |= {"cpu_threads": 1} if device == "cpu" else {}
     with LLM(folder, device=device, **fixed, **json.loads(flags)) as llm:
-        found = answer(llm)
+        found = answer(llm, parts)
     Path(output).write_bytes(msgspec.json.encode(found))
 
 

@@ -22,7 +22,7 @@ from rig import Row, median, table
 from blockyard.kernels.slots.slot_state import NUM_RESULTS, SlotOutcome, SlotState
 from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop, InFlightStep, LaunchedStep
 from blockyard.services.gpu_worker.execution.device_slots import DeviceSlots
-from blockyard.services.gpu_worker.execution.pinned_ring import CompletedEvent
+from blockyard.services.gpu_worker.host_link import CompletedEvent, SameMemory
 from blockyard.services.gpu_worker.service import packed
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import Sampling, SlotRun, SlotStart, StepPlan, StepResult, WorkerIn
@@ -78,7 +78,9 @@ def measure(rows: int) -> Row:
 def starts(num: int) -> Row:
     """Requests that begin in one step: the host's slots, and what the device gets to know."""
     slots, device = Slots(1152, 8192, 16, 151936, 4096), torch.device("cpu")
-    on_device = DeviceSlots(SlotState.make(2048, 1024, 512, device), 2048, 151936, [151645], logits_edits=True)
+    on_device = DeviceSlots(
+        SlotState.make(2048, 1024, 512, device), 2048, 151936, [151645], SameMemory(), logits_edits=True
+    )
     prompt, asked = np.arange(32, dtype="<u4").tobytes(), Sampling(256, temperature=0.0, ignore_eos=True)
     all_of_them = [SlotStart(i, prompt, 32, 0, [3 * i, 3 * i + 1, 3 * i + 2], asked, 0) for i in range(num)]
     plan = StepPlan(1, 1, [], all_of_them, [], [SlotRun(i, 32) for i in range(num)])

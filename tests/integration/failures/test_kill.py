@@ -117,9 +117,10 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def guided_ring() -> Iterator[Server]:
-    flags = ("--dtype", "float32", "--batch-invariant", "--data-parallel-size", "2")
-    with serve("demo", *flags) as server:
+def model_ring() -> Iterator[Server]:
+    """Prompts open no reasoning: models of this parser think by themselves, up to their budget."""
+    flags = ("--dtype", "float32", "--batch-invariant", "--data-parallel-size", "2", "--enable-auto-tool-choice")
+    with serve("demo", *flags, "--tool-call-parser", "hermes", "--reasoning-parser", "deepseek_r1") as server:
         yield server
 
 
@@ -151,28 +152,20 @@ async def run_and_kill_guided(server: Server, victim: str, read: Read, bodies: l
 
 
 @pytest.fixture(scope="module")
-def undisturbed_guided(guided_ring: Server) -> list[object]:
-    answers = asyncio.run(run_and_kill_guided(guided_ring, "", ask, guided_bodies()))
+def undisturbed_guided(model_ring: Server) -> list[object]:
+    answers = asyncio.run(run_and_kill_guided(model_ring, "", ask, guided_bodies()))
     assert all(answers)
     return answers
 
 
 @pytest.mark.parametrize("victim", ["matcher", "gpu_worker", "scheduler"])
-def test_guided_streams_survive(guided_ring: Server, undisturbed_guided: list[object], victim: str) -> None:
-    before = guided_ring.matchers()
-    assert asyncio.run(run_and_kill_guided(guided_ring, victim, ask, guided_bodies())) == undisturbed_guided
+def test_guided_streams_survive(model_ring: Server, undisturbed_guided: list[object], victim: str) -> None:
+    before = model_ring.matchers()
+    assert asyncio.run(run_and_kill_guided(model_ring, victim, ask, guided_bodies())) == undisturbed_guided
     if victim == "matcher":
-        assert before and set(guided_ring.matchers()).isdisjoint(before)
+        assert before and set(model_ring.matchers()).isdisjoint(before)
     else:
-        wait_until_whole(guided_ring, victim)
-
-
-@pytest.fixture(scope="module")
-def parsed_ring() -> Iterator[Server]:
-    """Prompts open no reasoning: models of this parser think by themselves, up to their budget."""
-    flags = ("--dtype", "float32", "--batch-invariant", "--data-parallel-size", "2", "--enable-auto-tool-choice")
-    with serve("demo", *flags, "--tool-call-parser", "hermes", "--reasoning-parser", "deepseek_r1") as server:
-        yield server
+        wait_until_whole(model_ring, victim)
 
 
 def parsed_bodies() -> list[dict[str, Any]]:
@@ -218,8 +211,8 @@ async def read_parts(session: aiohttp.ClientSession, url: str, body: dict[str, A
 
 
 @pytest.fixture(scope="module")
-def undisturbed_parsed(parsed_ring: Server) -> list[object]:
-    answers: list[Any] = asyncio.run(run_and_kill_guided(parsed_ring, "", read_parts, parsed_bodies()))
+def undisturbed_parsed(model_ring: Server) -> list[object]:
+    answers: list[Any] = asyncio.run(run_and_kill_guided(model_ring, "", read_parts, parsed_bodies()))
     for choice in (choice for answer in answers for choice in answer):
         assert choice["reasoning"]
     assert all(choice["calls"] for i in (0, 1, 4, 5) for choice in answers[i])
@@ -228,11 +221,11 @@ def undisturbed_parsed(parsed_ring: Server) -> list[object]:
 
 
 @pytest.mark.parametrize("victim", ["matcher", "gpu_worker", "scheduler", "detokenizer"])
-def test_calls_and_reasoning_survive(parsed_ring: Server, undisturbed_parsed: list[object], victim: str) -> None:
-    found = asyncio.run(run_and_kill_guided(parsed_ring, victim, read_parts, parsed_bodies()))
+def test_calls_and_reasoning_survive(model_ring: Server, undisturbed_parsed: list[object], victim: str) -> None:
+    found = asyncio.run(run_and_kill_guided(model_ring, victim, read_parts, parsed_bodies()))
     assert found == undisturbed_parsed
     if victim != "matcher":
-        wait_until_whole(parsed_ring, victim)
+        wait_until_whole(model_ring, victim)
 
 
 def test_blocks_of_a_killed_gateways_requests_are_freed(ring: Server) -> None:

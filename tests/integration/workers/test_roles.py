@@ -185,7 +185,7 @@ def test_clients_that_leave_between_prefill_and_decode_leave_no_block(ring: Serv
 
 
 def test_lost_delayed_and_corrupt_transfers_change_no_answer(unified: Server, tmp_path: Path) -> None:
-    asked = [stream(i, 40 + i % 100, 8, 37 * i) for i in range(500)]
+    asked = [stream(i, 40 + i % 100, 8, 37 * i) for i in range(300)]
     log = tmp_path / "log"
     expected = asyncio.run(run(unified, asked))
     faults = ("--pd-faults", "drop=0.02,delay=50ms,flip=0.02")
@@ -194,5 +194,5 @@ def test_lost_delayed_and_corrupt_transfers_change_no_answer(unified: Server, tm
         assert asyncio.run(run(server, asked)) == expected
         assert asyncio.run(left_over(server)) == {}
         counts = asyncio.run(scheduler_stats(server))
-    assert counts["transfers_landed_total"] > 300 and counts["transfers_aborted_total"] > 0
+    assert counts["transfers_landed_total"] > 180 and counts["transfers_aborted_total"] > 0
     assert "PlanError" not in log.read_text("utf-8", "replace")

@@ -28,6 +28,7 @@ mapped = map_experts.map_experts(experts, 2, 16)
 for some in (experts, mapped):
     grouped_linear.grouped_linear(x, weight, some, 8, GroupedTiling(*few.gate_up), gate=Gate.SILU, loads=loads)
 combine_experts.combine_experts(inner, 8)
+combine_experts.combine_experts(inner, 8, None, experts, 2)
 """
 QUANTIZED = """
 from packed_experts import draw, rounding_of

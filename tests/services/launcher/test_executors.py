@@ -103,7 +103,7 @@ def test_gpus_are_counted_as_cuda_counts_them(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
     assert executors.count_gpus({}, tmp_path) == 2
-    for visible, num in (("3,5,7", 3), ("GPU-8a, GPU-9b", 2), ("", 0), ("-1", 0), ("0,-1,1", 1)):
+    for visible, num in (("3,5,7", 3), ("GPU-8a, GPU-9b", 2), ("0,0", 2), ("", 0), ("-1", 0), ("0,-1,1", 1)):
         assert executors.count_gpus({"CUDA_VISIBLE_DEVICES": visible}, tmp_path) == num
 
 

@@ -171,7 +171,6 @@ def test_prompt_adapters() -> None:
     ("flags", "text"),
     [
         (["--enable-prompt-adapter"], "--enable-prompt-adapter: needs --max-prompt-adapter-token"),
-        ([*PROMPTS, "-tp", "2"], "-tp 2: not built yet with prompt adapters"),
         ([*PROMPTS, "--prompt-adapters", "a=/a", "b=/b", "--max-prompt-adapters", "1"], "2 adapters; .*is 1"),
         ([*PROMPTS, "--prompt-adapters", "a"], "--prompt-adapters: 'a' is not name=path"),
         ([*PROMPTS, "--prompt-adapters", "a="], "has no name or no path"),

@@ -9,6 +9,7 @@ from blockyard.shared.config import host_memory, parsed_flags, resolve
 from blockyard.shared.config.checkpoint import Checkpoint
 from blockyard.shared.config.resolve import Deployment
 from blockyard.shared.config.services.process import BusConfig
+from blockyard.shared.config.services.worker import ExpertBalance
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import KVRole, SamplingDefaults
 
@@ -118,8 +119,6 @@ def test_stages_have_ranks_and_gpus_of_their_own() -> None:
         (["-pp", "5"], {"num_hidden_layers": 4}, "-pp 5 is more than the 4 layers of the model"),
         (["-pp", "5"], {"text_config": {"num_hidden_layers": 4}}, "-pp 5 is more than the 4 layers of the model"),
         (["-pp", "2", "--model-impl", "transformers"], {}, "-pp 2: not built for models that run by their class"),
-        (["-tp", "2", "--model-impl", "transformers"], {}, "-tp 2: not built for models that run by their class"),
-        (["-tp", "2"], {"architectures": ["BambaForCausalLM"]}, "-tp 2: not built for models that run by their class"),
         (["-pp", "2"], {"architectures": ["BambaForCausalLM"]}, "-pp 2: not built for models that run by their class"),
         (["-pp", "2", "--kv-transfer-config", '{"kv_role": "kv_producer"}'], {}, "-pp 2: .* exchanges no KV blocks"),
         (["-pp", "2", "--distributed-executor-backend", "uni"], {}, "uni is for one rank; -pp 2 needs mp"),
@@ -154,6 +153,7 @@ def test_experts_are_spread_over_replicas() -> None:
     [
         (["-tp", "4"], MIXTURE, "6 experts cannot be on 8 ranks"),
         (["--enable-lora"], MIXTURE, "--enable-lora: not built yet"),
+        (["--enable-eplb"], MIXTURE, "--enable-eplb: not built yet"),
         (["--decode-workers", "1"], MIXTURE, "--decode-workers have all experts each"),
         (["--distributed-executor-backend", "ray"], MIXTURE, "Ray does not start them"),
         (["--model-impl", "transformers"], MIXTURE, "by their class in transformers"),
@@ -165,6 +165,43 @@ def test_replicas_that_cannot_have_experts_together_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"--enable-expert-parallel with -dp 2: .*{said}"):
         deploy(*SPREAD, *flags, config=config)
+
+
+def test_experts_move_by_their_loads() -> None:
+    flags = ["--device", "cpu", "-tp", "2", "--enable-expert-parallel"]
+    assert deploy(*flags).workers[0].expert_balance is None
+    found = deploy(*flags, "--enable-eplb")
+    assert found.workers[0].expert_balance == ExpertBalance(interval_steps=3000, window_steps=1000)
+    asked = '{"step_interval": 50, "window_size": 80, "log_balancedness": true, "use_async": true}'
+    found = deploy(*flags, "--enable-eplb", "--eplb-config", asked)
+    assert found.workers[0].expert_balance == ExpertBalance(interval_steps=50, window_steps=50, logs=True)
+    assert [note for note in found.notes if "eplb" in note] == [
+        "--eplb-config: use_async True: has no effect, experts of one layer move between two steps"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--enable-eplb"], "--enable-eplb: needs --enable-expert-parallel"),
+        (["--enable-expert-parallel", "--enable-eplb", "-dp", "2"], "not built yet with --data-parallel-size above 1"),
+        (["--eplb-config", '{"step_interval": 5}'], "--eplb-config: needs --enable-eplb"),
+        (["--enable-expert-parallel", "--enable-eplb", "--batch-invariant"], "--enable-eplb: not with --batch-inv"),
+        (
+            ["--enable-expert-parallel", "--enable-eplb", "--enable-lora"],
+            "--enable-eplb: not built yet with --en",
+        ),
+        (
+            ["--enable-eplb", "--eplb-config", '{"interval": 5}'],
+            "--eplb-config: .*interval.*; the keys are window",
+        ),
+        (["--enable-eplb", "--eplb-config", '{"window_size": 0}'], "--eplb-config: window_size 0: must be at least 1"),
+        (["--enable-eplb", "--eplb-config", '{"num_redundant_experts": 2}'], "num_redundant_experts 2: not built yet"),
+    ],
+)
+def test_moves_of_experts_that_cannot_be_are_refused(flags: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        deploy("--device", "cpu", "-tp", "2", *flags)
 
 
 def test_uni_is_one_rank() -> None:

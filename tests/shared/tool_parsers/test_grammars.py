@@ -34,7 +34,8 @@ from blockyard.shared.tool_parsers.xml_calls.longcat import LONGCAT, TAGGED
 TOKENIZER = (Path(__file__).parents[3] / "shared/demo_model/tokenizer.json").read_text("utf-8")
 EOS = (1, 3)
 NAMES = ("get_weather", "get", "search-web", "x_1", "Zoom", "run")
-NUM_SETS = 8  # of tools, for each format, vocabulary and kind of choice
+NUM_SETS = 8  # of tools at most, for each format, vocabulary and kind of choice
+ENOUGH = 4  # answers that were read
 TEXTS = ("", "Let me see: a < b, [1] and {2}.\n", "Zürich 東京 <tool <|tool [TOOL ")
 SPECIAL = pytest.mark.parametrize("special", [False, True], ids=["markers as text", "special tokens"])
 FREE = [one for one in FORMATS if one.openings is None or one.openings(TOOLS)]  # text before their calls is free
@@ -157,7 +158,9 @@ def test_forced_calls_are_read_back(tool_format: ToolFormat, special: bool, para
             others = [part for part in parts if part.kind in (PartKind.CONTENT, PartKind.REASONING)]
             assert not any(part.text.strip() for part in others if part.kind not in allowed), (text, parts)
             num_read += 1
-    assert num_read >= NUM_SETS / 8
+            if num_read == ENOUGH:
+                break
+    assert num_read
 
 
 @EACH_FREE
@@ -172,7 +175,9 @@ def test_text_may_come_before_calls_that_are_not_forced(tool_format: ToolFormat,
             check_calls(tools, text, parts, True)
             assert "".join(part.text for part in parts if part.kind == PartKind.CONTENT).strip() == before.strip(), text
             num_read += 1
-    assert num_read >= NUM_SETS / 8
+            if num_read == ENOUGH:
+                break
+    assert num_read
 
 
 @EACH_FREE

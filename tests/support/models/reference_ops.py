@@ -229,14 +229,14 @@ def run_ahead(
 
     waits: random rows get no token in a step. masks: the device reads masks.
     """
-    rng, shape = random.Random(seed), runner.geometry
-    ring = PinnedRing(IN_FLIGHT, capacity, runner.pool.device, lambda: SlowMark(rng))
+    rng, shape, link = random.Random(seed), runner.geometry, runner.model.table.link
+    ring = PinnedRing(IN_FLIGHT, capacity, link, lambda: SlowMark(rng))
     settings = DecodeSettings(
         capacity=capacity,
         max_model_len=shape.max_model_len,
         eos_token_ids=shape.eos_token_ids,
         logits_edits=logits_edits,
-        masks=share_masks(runner.batch.matchers, num_mask_slots(capacity), runner.pool.device) if masks else None,
+        masks=share_masks(runner.batch.matchers, num_mask_slots(capacity), link) if masks else None,
     )
     ops = ops or (WaitingOps(rng) if waits else ReferenceOps())
     decodes = DecodeSteps(runner.model, runner.pool, settings, ops, ring, mirror)

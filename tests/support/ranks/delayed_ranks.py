@@ -20,6 +20,8 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.execution.cpu_steps import CpuSteps
 from blockyard.services.gpu_worker.execution.cuda.follower_steps import DeviceFollowerSteps
+from blockyard.services.gpu_worker.execution.ranks.expert_balancer import ExpertBalancer
+from blockyard.services.gpu_worker.execution.ranks.expert_moves import MovableExperts
 from blockyard.services.gpu_worker.execution.ranks.follower import CpuFollowerSteps, Follower, FollowerSteps
 from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror, LeaderMetadata, LeaderModel, LeaderPool
 from blockyard.services.gpu_worker.execution.ranks.pipelined_steps import PipelinedCpuSteps
@@ -30,6 +32,7 @@ from blockyard.services.gpu_worker.parallel.commands import Command, Followers
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.parallel.team import RankGroups
 from blockyard.services.gpu_worker.runner import Runner
+from blockyard.shared.config.services.worker import ExpertBalance
 from blockyard.shared.messages import Geometry
 from blockyard.shared.messages.base import Frame
 
@@ -103,9 +106,19 @@ class DelayedRanks:
     """A leader's runner, and followers in threads that do what comes."""
 
     def __init__(
-        self, folder: Path, group: Path, geometry: Geometry, size: int, num_stages: int, *, as_gpus: bool
+        self,
+        folder: Path,
+        group: Path,
+        geometry: Geometry,
+        size: int,
+        num_stages: int,
+        *,
+        as_gpus: bool,
+        balance: ExpertBalance | None = None,
     ) -> None:
-        """size: ranks of a stage. as_gpus: steps of a GPU, with its operations in plain torch."""
+        """size: ranks of a stage. as_gpus: steps of a GPU, with its operations in plain torch. balance: of experts that
+        ranks have whole; None: they have a share of each."""
+        self._balance = balance
         self._folder, self._group, self._layout, self._as_gpus = folder, group, (size, num_stages), as_gpus
         self._geometry = msgspec.structs.replace(geometry, num_stages=num_stages)
         self._commands = {rank: SimpleQueue[Command | None]() for rank in range(1, size * num_stages)}
@@ -115,10 +128,13 @@ class DelayedRanks:
         self._threads = [threading.Thread(target=self._follow, args=(rank,), daemon=True) for rank in self._commands]
         for thread in self._threads:
             thread.start()
-        model, pool, ranks = self._load(0)
+        model, pool, ranks, experts = self._load(0)
+        balancer = None if experts is None or balance is None else ExpertBalancer(experts, size, balance, self._send)
         pool.mirror = LeaderPool(self._send)
         leader = LeaderModel(model, ranks, self._send)
-        self.runner = Runner(leader, pool, self._geometry, None, lambda runner: None, send=self._send)
+        self.runner = Runner(
+            leader, pool, self._geometry, None, lambda runner: None, send=self._send, balancer=balancer
+        )
         self._give_steps(leader)
         collect, delay = self.runner.collect, delays(-1)
         self.runner.collect = lambda: (delay(), collect())[1]  # type: ignore[method-assign]
@@ -137,15 +153,17 @@ class DelayedRanks:
             pipelined = PipelinedCpuSteps(steps, model, num_stages)
             runner.use(pipelined, depends=pipelined.depends)
 
-    def _load(self, rank: int) -> tuple[Model, KVPool, RankGroups]:
+    def _load(self, rank: int) -> tuple[Model, KVPool, RankGroups, MovableExperts | None]:
         size, num_stages = self._layout
         ranks, delay = connect(rank, size, self._group, num_stages), delays(rank)
-        model = load(self._folder, ranks)
+        model = load(self._folder, ranks, spread=self._balance is not None)
         self._record("ranks", 0, ranks.everyone, delay)
         if ranks.tensor is not None and ranks.tensor is not ranks.everyone:
             self._record("stage", ranks.place.stage, ranks.tensor, delay)
+        experts = None if self._balance is None else MovableExperts(model.experts(), ranks)
         geometry = self._geometry
-        return model, KVPool(model.shape, geometry.num_blocks, geometry.block_size, torch.float32, CPU), ranks
+        pool = KVPool(model.shape, geometry.num_blocks, geometry.block_size, torch.float32, CPU)
+        return model, pool, ranks, experts
 
     def _record(self, name: str, number: int, group: RankGroup, delay: Delay) -> None:
         recorded = RecordedCollectives(group._group, delay)
@@ -161,11 +179,11 @@ class DelayedRanks:
 
     def _follow(self, rank: int) -> None:
         try:
-            model, pool, ranks = self._load(rank)
+            model, pool, ranks, experts = self._load(rank)
             steps: FollowerSteps = CpuFollowerSteps(model, pool, ranks)
             if self._as_gpus:
                 steps = DeviceFollowerSteps(model, pool, ranks, self._geometry, ReferenceOps())
-            follower, delay = Follower(model, pool, None, steps), delays(100 + rank)
+            follower, delay = Follower(model, pool, None, steps, experts=experts), delays(100 + rank)
             while (command := self._commands[rank].get()) is not None:
                 delay()
                 follower.do(command)

@@ -1,10 +1,10 @@
 """A group of ranks: the logits of tiny checkpoints at every position of a prompt, which the leader writes to files.
 
-python -m rank_logits SIZE STAGES GROUP-FOLDER [--spread] [--fully-sharded] CHECKPOINT...
+python -m rank_logits SIZE STAGES GROUP-FOLDER [--spread] [--moved] [--fully-sharded] [--transformers] CHECKPOINT...
 
-A checkpoint with a folder ADAPTER has its adapter in all rows. --spread: ranks have some experts whole.
---fully-sharded: of adapters ranks divide both matrices. Ranks are forks of one process, which has loaded torch for all
-of them.
+A checkpoint with a folder ADAPTER has its adapter in all rows. --spread: ranks have some experts whole. --moved: these
+have traded their ranks and places, after a first pass. --fully-sharded: of adapters ranks divide both matrices.
+--transformers: models run by their class there. Ranks are forks of one process, which has loaded torch for all of them.
 """
 
 import multiprocessing
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,15 +22,18 @@ from model_logits import hidden_in_chunks
 from placed_adapters import adapt_model
 from tiny_checkpoint import VOCAB
 
+from blockyard.services.gpu_worker.execution.ranks.expert_moves import MovableExperts
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.loading import checkpoint
 from blockyard.services.gpu_worker.loading.hf_config import read_config
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.models.registry import find_family
-from blockyard.services.gpu_worker.parallel.expert_exchange import ExpertExchange
+from blockyard.services.gpu_worker.parallel.commands import TradeExperts
+from blockyard.services.gpu_worker.parallel.expert_balance import first_owners
 from blockyard.services.gpu_worker.parallel.meeting import Meeting
 from blockyard.services.gpu_worker.parallel.rank_group import connect_cpus
+from blockyard.services.gpu_worker.parallel.replicas import ExpertExchange
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.parallel.stages import Stage, place_of, ranges_of
 from blockyard.services.gpu_worker.parallel.team import RankGroups, connect_groups
@@ -38,7 +42,7 @@ from blockyard.services.gpu_worker.startup.stage_choice import make_stage_model
 CPU = torch.device("cpu")
 OUTPUT = "logits.pt"
 ADAPTER = "adapter"
-SPREAD, FULLY_SHARDED = "--spread", "--fully-sharded"
+SPREAD, MOVED, FULLY_SHARDED, TRANSFORMERS = "--spread", "--moved", "--fully-sharded", "--transformers"
 CHUNKS = [50, 1, 9]
 
 
@@ -58,13 +62,15 @@ def load(
     spread: bool = False,
     fully_sharded: bool = False,
     exchange: ExpertExchange | None = None,
+    model_impl: str = "auto",
 ) -> Model:
     """Stages have as many layers each, the last may have more. fully_sharded: of adapters."""
     settings = read_config(folder, {}, lambda note: None)
     shard = Shard() if ranks is None else ranks.place.shard
-    build = partial(find_family(settings), settings)
+    build = partial(find_family(settings, model_impl), settings)
     table = WeightTable(torch.float32, CPU, shard=shard)
     table.ranks, table.spreads_experts = None if ranks is None else ranks.tensor, spread
+    table.moves_experts = spread and exchange is None
     if exchange is not None:
         table.exchange, table.replica = exchange, exchange.group.shard
     if ranks is not None and ranks.place.num_stages > 1:
@@ -78,7 +84,7 @@ def load(
     checkpoint.load(table, folder, "auto", [], 0, lambda done: None)
     model.prepare(256)
     if (folder / ADAPTER).exists():
-        adapt_model(model, [folder / ADAPTER], load_undivided(folder), fully_sharded=fully_sharded)
+        adapt_model(model, [folder / ADAPTER], load_undivided(folder, model_impl), fully_sharded=fully_sharded)
         forward, compute_logits = model.forward, model.logits
 
         def begin(rows: int) -> None:
@@ -89,16 +95,31 @@ def load(
     return model
 
 
-def load_undivided(folder: Path) -> Model:
+def load_undivided(folder: Path, model_impl: str = "auto") -> Model:
     """The model of all ranks, which is only declared."""
     settings = read_config(folder, {}, lambda note: None)
-    return find_family(settings)(settings, WeightTable(torch.float32, torch.device("meta")))
+    return find_family(settings, model_impl)(settings, WeightTable(torch.float32, torch.device("meta")))
 
 
 @torch.inference_mode()
 def logits(model: Model) -> torch.Tensor:
     pool = KVPool(model.shape, 20, 8, torch.float32, CPU)
     return model.logits(hidden_in_chunks(model, pool, prompt(), CHUNKS))
+
+
+@torch.inference_mode()
+def move_experts(model: Model, ranks: RankGroups) -> None:
+    """Experts of each layer take the ranks and places of others, each several times."""
+    movable = MovableExperts(model.experts(), ranks)
+    for stage, nums in enumerate(movable.num_experts):
+        for layer, num in enumerate(nums):
+            owners, random, pairs = first_owners(num, ranks.place.shard.size), np.random.default_rng(layer), []
+            for _ in range(2 * num):
+                one, other = random.choice(num, 2, replace=False).tolist()
+                if owners[one] != owners[other]:
+                    owners[one], owners[other] = owners[other], owners[one]
+                    pairs.append((one, other))
+            movable.do(TradeExperts(stage, layer, pairs))
 
 
 def run(size: int, group: Path, folders: Sequence[Path], *flags: str, num_stages: int = 1) -> None:
@@ -112,9 +133,14 @@ def run(size: int, group: Path, folders: Sequence[Path], *flags: str, num_stages
 def run_rank(rank: int, size: int, num_stages: int, group: Path, folders: Sequence[Path], flags: set[str]) -> None:
     torch.set_num_threads(1)
     ranks, models = connect(rank, size, group, num_stages), list[Model]()  # with what they send
+    fields: dict[str, Any] = {"spread": SPREAD in flags, "fully_sharded": FULLY_SHARDED in flags}
+    fields["model_impl"] = "transformers" if TRANSFORMERS in flags else "auto"
     for folder in folders:
-        models.append(load(folder, ranks, spread=SPREAD in flags, fully_sharded=FULLY_SHARDED in flags))
+        models.append(load(folder, ranks, **fields))
         found = logits(models[-1])
+        if MOVED in flags:
+            move_experts(models[-1], ranks)
+            found = logits(models[-1])
         if rank == 0:
             torch.save(found, folder / OUTPUT)
     ranks.everyone.least(0)  # the leader ends when nobody sends any more
@@ -122,7 +148,7 @@ def run_rank(rank: int, size: int, num_stages: int, group: Path, folders: Sequen
 
 def main() -> int:
     size, num_stages, group = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    flags = {SPREAD, FULLY_SHARDED}.intersection(sys.argv[4:])
+    flags = {SPREAD, MOVED, FULLY_SHARDED, TRANSFORMERS}.intersection(sys.argv[4:])
     folders = [Path(folder) for folder in sys.argv[4:] if folder not in flags]
     context = multiprocessing.get_context("fork")  # torch has not started a thread yet
     of_all = size, num_stages, group, folders, flags

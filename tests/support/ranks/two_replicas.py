@@ -20,10 +20,9 @@ from blockyard.services.gpu_worker.execution.cuda.decode_graphs import (
     ForwardOutput,
 )
 from blockyard.services.gpu_worker.kv.pool import KVPool
-from blockyard.services.gpu_worker.parallel.expert_exchange import ExpertExchange
 from blockyard.services.gpu_worker.parallel.meeting import Meeting
 from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankGroup, connect_cpus
-from blockyard.services.gpu_worker.parallel.replicas import Connect, StepOffer
+from blockyard.services.gpu_worker.parallel.replicas import Connect, ExpertExchange, StepOffer
 from blockyard.services.gpu_worker.parallel.shares import WHOLE, Shard
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.messages import Geometry
@@ -116,7 +115,8 @@ class TwoReplicas:
         exchange = ExpertExchange(connect_cpus(Shard(replica, 2), stores, "replicas"), WHOLE)
         model = load(self._folder, None, spread=True, exchange=exchange)
         pool = KVPool(model.shape, self._geometry.num_blocks, self._geometry.block_size, model.table.dtype, CPU)
-        runner = Runner(model, pool, self._geometry, None, lambda runner: None, agreement=self.offers[replica])
+        runner = Runner(model, pool, self._geometry, None, lambda runner: None)
+        runner.share_experts(self.offers[replica])
         decodes = run_ahead(runner, CAPACITY, seed=replica, records_layers=False, masks=False).decodes
         for size in decodes.sizes:
             if size.rows in self._graph_rows:

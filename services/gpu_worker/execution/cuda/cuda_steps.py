@@ -59,7 +59,9 @@ class CudaSteps:
         graphs of prefills tell which layers are stored, for sends."""
         self.decodes, self._batch, self.prefills = decodes, batch, PrefillSteps(decodes)
         groups = layer_groups(decodes.pool.shape.num_layers)
-        self.layer_words = LayerWords(groups, decodes.ops, decodes.slots.state.step) if records_layers else None
+        self.layer_words = (
+            LayerWords(groups, decodes.ops, decodes.slots.state.step, decodes.link) if records_layers else None
+        )
         self.graphs = PrefillGraphs(decodes, most_tokens, CudaGraphRecorder(decodes, self.layer_words))
         self._tuning = tuning
         self._prompt_logprobs = DevicePromptLogprobs(decodes.model, decodes.ops.gather_logprobs, decodes.pool.device)
@@ -276,10 +278,10 @@ def start(
         graph_sizes=config.graph_sizes,
         logits_edits=config.run_ahead_penalties,
         serves_adapters=config.lora is not None,
-        masks=share_masks(batch.matchers, num_mask_slots(geometry.max_num_seqs), pool.device),
+        masks=share_masks(batch.matchers, num_mask_slots(geometry.max_num_seqs), model.table.link),
     )
     decodes = DecodeSteps(model, pool, settings, make_device_ops(pool, config.fused_steps), mirror=mirror)
-    if pool.device.type == "cuda" and not pool.batch_invariant:
+    if not pool.batch_invariant:
         compile_prefills(pool, model.table.dtype)
     most_tokens = min(geometry.max_num_batched_tokens, geometry.max_model_len)
     return CudaSteps(decodes, batch, most_tokens, tuning, sends_prefills(config))

@@ -119,12 +119,14 @@ class DecodeSteps:
         check_head_sizes("cuda", pool.shape.attention)
         self.capacity, self.ops = settings.capacity, ops or DeviceOps()
         capacity, max_model_len, eos_token_ids = settings.capacity, settings.max_model_len, settings.eos_token_ids
-        device, vocab = pool.device, pool.shape.vocab_size
+        device, vocab, self.link = pool.device, pool.shape.vocab_size, model.table.link
         state = SlotState.make(SLOTS * capacity, capacity, blocks_of(max_model_len, pool.block_size), device)
         masks = settings.masks
         owner_of = None if masks is None else masks.owner_of
-        self.slots = DeviceSlots(state, SLOTS * capacity, vocab, eos_token_ids, settings.logits_edits, owner_of)
-        self.ring = ring or PinnedRing(IN_FLIGHT, capacity, device)
+        self.slots = DeviceSlots(
+            state, SLOTS * capacity, vocab, eos_token_ids, self.link, settings.logits_edits, owner_of
+        )
+        self.ring = ring or PinnedRing(IN_FLIGHT, capacity, self.link)
         self.model, self.pool = model, pool
         self._inputs = StepInputs.make(capacity, device)
         self._tokens = torch.zeros(capacity, dtype=torch.int64, device=device)
@@ -281,7 +283,6 @@ class DecodeSteps:
     def capture(self, most_s: float = CAPTURE_S) -> None:
         """Captures sizes for so many seconds; `capture_one` captures the others."""
         start = time.perf_counter()
-        self._graph_pool = torch.cuda.graph_pool_handle()
         self._missing = list(self._sizes)
         while time.perf_counter() - start < most_s and self.capture_one():
             pass
@@ -338,6 +339,8 @@ class DecodeSteps:
         for needs_processing in SAMPLE_VARIANTS:
             self._sample(size.rows, output, needs_processing)  # compiles and loads its kernels
         torch.cuda.synchronize(self.pool.device)
+        if not self._graphs:  # torch takes no capture into a pool whose graphs have all been dropped
+            self._graph_pool = torch.cuda.graph_pool_handle()
         forward, samples = torch.cuda.CUDAGraph(), [torch.cuda.CUDAGraph() for _ in SAMPLE_VARIANTS]
         capture = torch.cuda.graph(forward, pool=self._graph_pool, capture_error_mode="thread_local")
         with self.capturing(forward) as replay, capture:

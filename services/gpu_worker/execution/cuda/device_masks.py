@@ -1,18 +1,16 @@
 """The memory of the matcher processes where the device reads masks and writes tokens."""
 
-import contextlib
 import logging
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from blockyard.kernels.sampling.sampling_state import MaskTensors, RowMasks
 from blockyard.kernels.slots.slot_state import Field, SlotState
-from blockyard.services.gpu_worker.structured_output.mask_memory import MaskMemory, num_mask_words
+from blockyard.services.gpu_worker.host_link import HostLink
+from blockyard.services.gpu_worker.structured_output.mask_memory import num_mask_words
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
 
 log = logging.getLogger(__name__)
@@ -26,7 +24,7 @@ class SlotMasks:
     tags: Tensor  # [slots, 2] int64
     sampled: Tensor  # [slots] int64
     owner_of: Callable[[int], int]  # of a slot that has started; 0: it has no constraint
-    pinned: object = None  # what keeps the memory pinned
+    shared: object = None  # what keeps the memory pinned
 
     @classmethod
     def unused(cls, num_slots: int, vocab_size: int, device: torch.device) -> "SlotMasks":
@@ -44,35 +42,16 @@ class SlotMasks:
         return RowMasks(masks, states, torch.zeros((capacity, self.words.shape[-1]), dtype=torch.int32, device=device))
 
 
-class PinnedMapping:
-    """Lets the current device read and write the mapping of a `MaskMemory`, while this object lives."""
-
-    def __init__(self, memory: MaskMemory) -> None:
-        """Raises OSError if the mapping cannot be pinned."""
-        self._mapping = memory.mapping  # it must be mapped until it is unregistered
-        address = memory.sampled.ctypes.data
-        result = _runtime().cudaHostRegister(address, len(memory.mapping), 0)
-        if int(result):
-            with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device="cuda")  # takes the error, which the next operation would raise again
-            raise OSError(str(_runtime().cudaGetErrorString(result)))
-        weakref.finalize(self, _runtime().cudaHostUnregister, address).atexit = False
-
-
-def share_masks(matchers: MatcherProcesses | None, num_slots: int, device: torch.device) -> SlotMasks | None:
-    """The masks of `matchers` for slots on a device. None: the host samples slots with a constraint."""
+def share_masks(matchers: MatcherProcesses | None, num_slots: int, link: HostLink) -> SlotMasks | None:
+    """The masks of `matchers` for slots on the device of `link`. None: the host samples slots with a constraint."""
     if matchers is None:
         return None
     memory = matchers.share_memory(num_slots)
-    if device.type == "cuda" and memory.pinned is None:
+    if memory.shared is None:
         try:
-            memory.pinned = PinnedMapping(memory)
+            memory.shared = link.share(memory.mapping, memory.sampled.ctypes.data)
         except OSError as e:
             log.warning("the host samples structured output: its memory cannot be pinned: %s", e)
             return None
     words, tags, sampled = (torch.from_numpy(one) for one in (memory.masks, memory.tags, memory.sampled))
-    return SlotMasks(words, tags, sampled, matchers.owner_of, memory.pinned)
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return SlotMasks(words, tags, sampled, matchers.owner_of, memory.shared)

@@ -34,7 +34,7 @@ from blockyard.services.gpu_worker.parallel.commands import (
     ScatterWords,
 )
 from blockyard.services.gpu_worker.parallel.team import RankGroups
-from blockyard.services.gpu_worker.step import LogitsIndices, Step
+from blockyard.services.gpu_worker.step import InputVectors, LogitsIndices, Step
 from blockyard.shared.messages import Geometry
 
 
@@ -62,7 +62,6 @@ class DeviceFollowerSteps:
 
     def forget(self) -> None:
         self._graphs.clear()
-        self._graph_pool = None  # its memory is freed with the last graph, and cannot be used again
 
     def do(self, command: Command) -> None:
         if self._ranks.tensor is not None:
@@ -90,7 +89,7 @@ class DeviceFollowerSteps:
                 raise AssertionError(f"no command of a step on a GPU: {command}")
 
     def _begin(self, key: int) -> None:
-        if self._graph_pool is None:
+        if not self._graphs:  # torch takes no capture into a pool whose graphs have all been dropped
             self._graph_pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self._pool.device)
         self._graphs[key] = graph = torch.cuda.CUDAGraph()
@@ -106,6 +105,7 @@ class DeviceFollowerSteps:
         else:
             words = torch.empty(sum(parts), dtype=torch.int64, device=self._pool.device)
             self._ranks.everyone.copy_from_leader(words)
+        vectors = self._vectors(command)
         token_ids, positions, slots, starts, *needed, places, tables = torch.split(words, parts)
         self._model.adapter_rows.begin(places.int() if command.has_adapters else None)
         metadata = AttentionMetadata(
@@ -122,7 +122,17 @@ class DeviceFollowerSteps:
         )
         indices = None if command.num_logits < 0 else LogitsIndices(*needed)
         attend = self._ops.attend(self._pool, metadata)
-        return self._model.forward(Step(token_ids, positions, attend, indices))
+        return self._model.forward(Step(token_ids, positions, attend, indices, vectors))
+
+    def _vectors(self, command: DeviceForward) -> InputVectors | None:
+        if not command.num_vectors:
+            return None
+        device, num = self._pool.device, command.num_vectors
+        rows = torch.empty(num, dtype=torch.int64, device=device)
+        values = torch.empty(num, command.vector_width, dtype=self._model.table.dtype, device=device)
+        for one in (rows, values):
+            self._ranks.everyone.copy_from_leader(one)
+        return InputVectors(rows, values)
 
     def _on_device(self, words: Words) -> Tensor:
         """Does not wait for the device, which may be some steps behind."""

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -142,11 +142,11 @@ class CudaGraphRecorder:
     def __init__(self, steps: DecodeSteps, layer_words: LayerWords | None = None) -> None:
         """layer_words: that the graphs write; None: they do not tell which layers are stored."""
         self._steps, self._device, self._layer_words = steps, steps.pool.device, layer_words
-        is_cuda = self._device.type == "cuda"
-        self._pool = torch.cuda.graph_pool_handle() if is_cuda else None
-        self._stream = torch.cuda.Stream(self._device) if is_cuda else None  # type: ignore[no-untyped-call]
+        self._stream = steps.link.stream()
+        self._pool: Any = None  # memory of the graphs, from the first one on
 
     def record(self, descriptor: BatchDescriptor) -> CapturedPrefill:
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         host = torch.empty(sum(descriptor.parts), dtype=torch.int64)
         write_trial(host, descriptor, self._steps.pool.shape.vocab_size)
         words = host.to(self._device)
@@ -189,7 +189,7 @@ class CudaGraphRecorder:
     @contextlib.contextmanager
     def _recorded(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """Captures without emptying the memory cache, as `torch.cuda.graph` would: later steps need that memory."""
-        with torch.cuda.stream(self._stream):
+        with self._stream.use():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 yield

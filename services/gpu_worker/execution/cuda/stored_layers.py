@@ -13,6 +13,7 @@ from torch import Tensor
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.execution.cuda.device_ops import DeviceOps
+from blockyard.services.gpu_worker.host_link import HostLink
 from blockyard.services.gpu_worker.interfaces import StoredLayers
 from blockyard.services.gpu_worker.step import Attend, LatentRows, LogitsIndices
 
@@ -54,10 +55,10 @@ class LayerWords:
     their numbers, so the group is stored for this step and all earlier ones. Numbers are compared modulo 2**32.
     """
 
-    def __init__(self, groups: Sequence[range], ops: DeviceOps, step: Tensor) -> None:
+    def __init__(self, groups: Sequence[range], ops: DeviceOps, step: Tensor, link: HostLink) -> None:
         """groups: see `layer_groups`. step: `SlotState.step`, which has the number of the step that runs."""
         self._groups, self._ops, self._step = groups, ops, step
-        self._words = torch.zeros(len(groups), dtype=torch.int32, pin_memory=step.device.type == "cuda")
+        self._words = link.host_tensor((len(groups),), torch.int32).zero_()
         self._numbers = self._words.numpy().view("uint32")
 
     def around(self, attend: Attend) -> Attend:

@@ -5,8 +5,11 @@
   then do it.
 - `PipelinedCpuSteps`: with pipeline stages, the earlier ones compute a step while the leader's computes another.
 - `Follower`: does what comes. It knows no plan, no slot and no clock: only what the leader sends.
+- `MovableExperts`: the experts of a rank that has them whole: counts how often they are chosen, and moves them.
+  `ExpertBalancer` is the leader's: it decides which move, by `parallel.expert_balance`.
 
-Which adapter each row of a step has travels with the step; adapters are loaded and placed between steps (`lora/ranks`).
+Which adapter each row of a step has travels with the step, as do vectors of prompt adapters. LoRA adapters are loaded
+and placed between steps (`lora/ranks`).
 
 Both ends call the same collectives in the same order, because the stream is ordered. Without followers none of this is
 made.

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder
+from blockyard.services.gpu_worker.execution.ranks.expert_moves import MovableExperts
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.kv.pool_blocks import RankBlocks
 from blockyard.services.gpu_worker.loading.weight_offload import OffloadedWeights
@@ -20,6 +21,7 @@ from blockyard.services.gpu_worker.parallel.commands import (
     Command,
     ComputeLogits,
     CopyBlocks,
+    CountExperts,
     FetchBlocks,
     ForgetSequences,
     ForwardPass,
@@ -28,10 +30,12 @@ from blockyard.services.gpu_worker.parallel.commands import (
     SaveBlocks,
     ScrubBlocks,
     ServeExperts,
+    SumExpertLoads,
+    TradeExperts,
 )
-from blockyard.services.gpu_worker.parallel.expert_exchange import ExpertExchange
+from blockyard.services.gpu_worker.parallel.replicas import ExpertExchange
 from blockyard.services.gpu_worker.parallel.team import RankGroups
-from blockyard.services.gpu_worker.step import Attend, Step
+from blockyard.services.gpu_worker.step import Attend, InputVectors, Step
 from blockyard.services.kv_transfer.host.host_store import BlockStore
 from blockyard.shared.messages import Geometry
 
@@ -72,13 +76,21 @@ class CpuFollowerSteps:
                 ids, places = (torch.from_numpy(_decoded(one)) for one in (token_ids, positions))
                 adapted = torch.from_numpy(np.frombuffer(adapter_places, np.int32).copy()) if adapter_places else None
                 self._model.adapter_rows.begin(adapted)
-                self._hidden = self._model.forward(Step(ids, places, self._attention(attention)))
+                step = Step(ids, places, self._attention(attention), vectors=self._vectors(command))
+                self._hidden = self._model.forward(step)
             case ComputeLogits():
                 compute_logits(self._model, self._ranks, self._hidden, command)
             case ForgetSequences():
                 self.forget()
             case _:
                 raise AssertionError(f"no command of a step on the CPU: {command}")
+
+    def _vectors(self, command: ForwardPass) -> InputVectors | None:
+        if not command.vectors:
+            return None
+        rows = torch.from_numpy(_decoded(command.vector_rows))
+        values = torch.frombuffer(bytearray(command.vectors), dtype=self._model.table.dtype)
+        return InputVectors(rows, values.view(len(rows), -1))
 
     def _attention(self, call: AttentionCall) -> Attend:
         counts = _decoded(call.counts)
@@ -118,11 +130,14 @@ class Follower:
         store: BlockStore | None,
         steps: FollowerSteps,
         adapters: WorkerAdapters | None = None,
+        experts: MovableExperts | None = None,
     ) -> None:
-        """store: host memory for blocks, None without --swap-space. adapters: of the model; None: it serves none."""
+        """store: host memory for blocks, None without --swap-space. adapters: of the model; None: it serves none.
+        experts: that move; None: none does."""
         self.adapters = adapters
         self._model, self._pool, self._store, self._steps = model, pool, store, steps
         self._offloaded: OffloadedWeights | None = None
+        self._experts = experts
         self.kv_memory = RankBlocks(pool)
 
     def do(self, command: Command) -> None:
@@ -150,6 +165,9 @@ class Follower:
                 self._exchange.num_rows = num_rows or None
             case ServeExperts():
                 self._exchange.serve()
+            case CountExperts() | SumExpertLoads() | TradeExperts():
+                assert self._experts is not None
+                self._experts.do(command)
             case _:
                 self._steps.do(command)
 

@@ -13,7 +13,7 @@ from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.arrays import Ints, Words
 from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
-from blockyard.services.gpu_worker.execution.pinned_ring import DeviceEvent
+from blockyard.services.gpu_worker.host_link import DeviceEvent
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
@@ -80,7 +80,6 @@ class LeaderModel:
 
     def forward(self, step: Step) -> Tensor:
         """`step.attend` is a `CalledAttend` or a `DeviceAttend`."""
-        assert step.vectors is None, "followers get no vectors"
         assert step.token_types is None, "followers get no token types"
         attend = step.attend
         if isinstance(attend, DeviceAttend):
@@ -115,10 +114,18 @@ class LeaderModel:
                 num_tables,
                 table_width,
                 attend.words,
+                *((0, 0) if step.vectors is None else step.vectors.values.shape),
             )
         )
-        if attend.words:
-            return
+        if not attend.words:
+            self._send_words(step, attend)
+        if step.vectors is not None:
+            self._ranks.everyone.copy_from_leader(step.vectors.rows)
+            self._ranks.everyone.copy_from_leader(step.vectors.values.contiguous())
+
+    def _send_words(self, step: Step, attend: "DeviceAttend") -> None:
+        metadata, starts, needed = attend.metadata, attend.metadata.query_start_loc, step.logits_indices
+        tables = metadata.rows.tables if attend.has_tables else None
         words = [step.token_ids, step.positions, metadata.rows.slots]
         words += [] if starts is None else [starts.long()]
         words += [] if needed is None else [needed.rows, needed.slots, needed.positions]
@@ -145,7 +152,11 @@ class LeaderModel:
 def _forward_pass(step: Step, adapter_places: Tensor | None) -> ForwardPass:
     assert isinstance(step.attend, CalledAttend)
     places = b"" if adapter_places is None else adapter_places.numpy().tobytes()
-    return ForwardPass(step.attend.call, step.token_ids.numpy().tobytes(), step.positions.numpy().tobytes(), places)
+    inputs = step.attend.call, step.token_ids.numpy().tobytes(), step.positions.numpy().tobytes(), places
+    if step.vectors is None:
+        return ForwardPass(*inputs)
+    rows, values = step.vectors.rows, step.vectors.values.contiguous().view(torch.uint8)  # numpy has no bfloat16
+    return ForwardPass(*inputs, rows.numpy().tobytes(), values.numpy().tobytes())
 
 
 class CalledAttend:

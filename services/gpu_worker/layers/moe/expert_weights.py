@@ -9,12 +9,13 @@ from torch import Tensor
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.routing import Routing
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers, make_spec
+from blockyard.services.gpu_worker.layers.moe.expert_places import ExpertPlaces
 from blockyard.services.gpu_worker.loading.expert_loads import LayerLoad
 from blockyard.services.gpu_worker.loading.linear_spec import ExpertSpec, MatrixPart, Rows, Split, part
-from blockyard.services.gpu_worker.parallel.expert_exchange import ExpertExchange
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
-from blockyard.services.gpu_worker.parallel.shares import over_replicas, share
-from blockyard.services.gpu_worker.quantization.method import ExpertMethod
+from blockyard.services.gpu_worker.parallel.replicas import ExpertExchange
+from blockyard.services.gpu_worker.parallel.shares import over_replicas
+from blockyard.services.gpu_worker.quantization.method import ExpertLinear, ExpertMethod
 from blockyard.shared.errors import ConfigError
 
 STACK_SUFFIXES = ("", "_bias")  # transformers' own
@@ -31,12 +32,11 @@ class ExpertWeights:
     specs: tuple[ExpertSpec, ExpertSpec] | None = None  # of gate_up and down; None: they have no names
     is_partial: bool = False  # the sum of a row's experts is still to be added to other ranks' sums
     ranks: RankGroup | None = None  # that add them; None: one rank, or the model is only declared
-
-    own: range | None = None  # experts that this rank has whole; None: it has a share of each
+    places: ExpertPlaces | None = None  # of experts that ranks have whole; None: each has a share of every expert
     exchange: ExpertExchange | None = None  # with ranks of other replicas, which have others; None: there are none
 
     def num_own(self, routing: Routing) -> int:
-        return routing.num_experts if self.own is None else len(self.own)
+        return routing.num_experts if self.places is None else self.places.num_own
 
     def tensors(self) -> list[Tensor]:
         return [*self.gate_up.tensors().values(), *self.down.tensors().values()]
@@ -50,6 +50,16 @@ class ExpertProducts(Protocol):
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the weights."""
+
+    @property
+    def places(self) -> ExpertPlaces | None:
+        """See `ExpertWeights`."""
+
+    def weights_at(self, place: int) -> list[ExpertLinear]:
+        """The weights of the expert at a place of this rank: `gate_up` and `down`."""
+
+    def numbers(self) -> list[Tensor]:
+        """See `ExpertMethod`."""
 
     def choose(self, logits: Tensor, bias: Tensor | None, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Chooses experts: see `choose_experts`."""
@@ -123,23 +133,24 @@ def stacked_experts(
 
 
 def _make(layers: LinearLayers, gate_up: ExpertSpec, down: ExpertSpec) -> ExpertWeights:
-    table, own = layers.table, None
+    table, places = layers.table, None
     shard = over_replicas(table.shard, table.replica)
     if table.spreads_experts and shard.size > 1:
         if gate_up.num_experts < shard.size:
             raise ConfigError(
                 f"--enable-expert-parallel: {gate_up.num_experts} experts cannot be on {shard.size} ranks"
             )
-        own = share(gate_up.num_experts, shard)
+        places = ExpertPlaces(gate_up.num_experts, shard, table.device, counts=table.moves_experts)
+        own = places.first
         gate_up, down = (replace(one, own=own, matrix=replace(one.matrix, split=Split.NONE)) for one in (gate_up, down))
     return ExpertWeights(
         gate_up=layers.experts(gate_up),
         down=layers.experts(down),
         specs=(gate_up, down),
         device=table.device,
-        load=table.expert_load(gate_up.num_experts) if own is None else None,
+        load=table.expert_load(gate_up.num_experts) if places is None else None,
         is_partial=shard.size > 1,
         ranks=table.ranks,
-        own=own,
+        places=places,
         exchange=table.exchange,
     )

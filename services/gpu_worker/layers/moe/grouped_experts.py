@@ -20,8 +20,10 @@ from blockyard.kernels.moe.routing import Routing
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.moe import expert_configs
 from blockyard.services.gpu_worker.layers.moe.expert_configs import ExpertConfig, ExpertShape
+from blockyard.services.gpu_worker.layers.moe.expert_places import ExpertPlaces
 from blockyard.services.gpu_worker.layers.moe.expert_products import find_product
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertWeights
+from blockyard.services.gpu_worker.quantization.method import ExpertLinear
 
 MOST_ADDED_ROWS = 512  # the addends of more would take much memory until the next layer has read them
 
@@ -40,7 +42,9 @@ class GroupedExperts:
         self.is_on_device = all(one.device.type == self.device.type for one in both)  # not in host memory
         takes_prefill = self.is_on_device and all(one.takes_prefill for one in both)  # TMA cannot read host memory
         form = " ".join(dict.fromkeys(one.form for one in both))
-        self._own, self._num_own = weights.own, weights.num_own(routing)
+        self.places, self._num_own = weights.places, weights.num_own(routing)
+        self._methods = weights.gate_up, weights.down
+        self._numbers = [one for method in self._methods for one in method.numbers()]
         self.shape = ExpertShape(self._num_own, routing.top_k, hidden, inner, takes_prefill, form)
         self._measured: Mapping[int, ExpertConfig] = {}
         self._invariant = expert_configs.batch_invariant(self.shape)
@@ -50,6 +54,12 @@ class GroupedExperts:
 
     def tensors(self) -> list[Tensor]:
         return self._tensors
+
+    def weights_at(self, place: int) -> list[ExpertLinear]:
+        return [method.linear(place) for method in self._methods]
+
+    def numbers(self) -> list[Tensor]:
+        return self._numbers
 
     def use(self, measured: Mapping[int, ExpertConfig]) -> None:
         """Installs configs by number of rows."""
@@ -75,8 +85,8 @@ class GroupedExperts:
         norm: RMSNorm | None = None,
     ) -> Tensor | None:
         config = self._invariant if batch_invariant else self._config(len(x))
-        if self._own is not None:
-            experts, weights = of_rank(experts, weights, self._own)
+        if self.places is not None:
+            experts = self.places.find(experts)
         return self._forward(config, x, experts, weights, shared, self._load, residual, norm)
 
     def forward_with(
@@ -98,12 +108,16 @@ class GroupedExperts:
     ) -> Tensor | None:
         """load: see `LayerLoad`; None: not counted."""
         if config.kernel == "skinny":
+            if self.places is not None:
+                experts, weights = of_rank(experts, weights, self.places)
             total = self._sum_skinny(config, x, experts, weights, shared, load, residual, norm)
             return total if residual is None else None
         assert norm is None  # see `fuses_norm`
         pairs = self._multiply(config, x, experts, weights, load)
         if residual is not None and shared is None and config is not self._invariant and len(x) <= MOST_ADDED_ROWS:
             return pairs.view(*experts.shape, pairs.shape[1])  # the kernel that adds them to the residual sums them
+        if self.places is not None:
+            return combine_experts(pairs, self._routing.top_k, shared, experts, self._num_own)
         return combine_experts(pairs, self._routing.top_k, shared)
 
     def _sum_skinny(
@@ -132,7 +146,7 @@ class GroupedExperts:
         if config.kernel == "prefill":
             mapped = map_experts(experts, num_experts, config.tile, load)
             return self._multiply_many(config, x, mapped, num_pairs, weights)
-        if len(x) > MAX_ROWS or config is self._invariant:
+        if len(x) > MAX_ROWS or config is self._invariant or self.places is not None:
             mapped = map_experts(experts, num_experts, config.tile, load)
             return self._multiply_few(config, x, mapped, num_pairs, weights)
         return self._multiply_few(config, x, experts, num_pairs, weights, load)
@@ -182,9 +196,8 @@ class GroupedExperts:
         return (weights, None) if self._scales_input else (None, weights)
 
 
-def of_rank(experts: Tensor, weights: Tensor, own: range) -> tuple[Tensor, Tensor]:
-    """Numbers and weights of a rank's experts. Others become its first one, with weight 0: sizes do not depend on the
-    choice."""
-    local = experts - own.start
-    is_elsewhere = (local < 0) | (local >= len(own))
-    return local.masked_fill_(is_elsewhere, 0), weights.masked_fill(is_elsewhere, 0)
+def of_rank(experts: Tensor, weights: Tensor, places: ExpertPlaces) -> tuple[Tensor, Tensor]:
+    """Places and weights of a rank's experts, for kernels that compute all pairs: those of other ranks' experts get the
+    first place, with weight 0."""
+    is_elsewhere = experts == places.elsewhere
+    return experts.masked_fill(is_elsewhere, 0), weights.masked_fill(is_elsewhere, 0)

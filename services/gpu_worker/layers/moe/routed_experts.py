@@ -1,5 +1,6 @@
 """A mixture of experts as the feed-forward sublayer: a router, experts, and shared experts that every row has."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +18,7 @@ from blockyard.services.gpu_worker.layers.moe.spread_experts import SpreadExpert
 from blockyard.services.gpu_worker.layers.norm import Norm
 from blockyard.services.gpu_worker.loading.linear_spec import ExpertSpec, LinearSpec, part
 from blockyard.services.gpu_worker.quantization.dense import Float32Linear
-from blockyard.services.gpu_worker.quantization.method import ExpertMethod, Fusion
+from blockyard.services.gpu_worker.quantization.method import ExpertLinear, Fusion
 
 
 class ExactRouter:
@@ -137,11 +138,14 @@ class HostExperts:
 
     def __init__(self, weights: ExpertWeights, routing: Routing, gate: Gate, scales_input: bool) -> None:
         self._routing, self._gate, self._scales_input = routing, gate, scales_input
-        self._num_own, self._first = weights.num_own(routing), 0 if weights.own is None else weights.own.start
+        self.places, self._num_own = weights.places, weights.num_own(routing)
+        methods = weights.gate_up, weights.down
+        self._numbers = [one for method in methods for one in method.numbers()]
+        self._weights = [[method.linear(place) for method in methods] for place in range(self._num_own)]
         gate_up, down = weights.specs or (None, None)
-        own = range(self._first, self._first + self._num_own)
-        self._gate_up = _each_linear(weights.gate_up, gate_up, own)
-        self._down = _each_linear(weights.down, down, own)
+        own = range(self._num_own) if self.places is None else self.places.first
+        self._gate_up = _each_linear([one for one, _ in self._weights], gate_up, own)
+        self._down = _each_linear([one for _, one in self._weights], down, own)
         self._load = None if weights.load is None else weights.load.watch(routing.top_k)
 
     def linears(self) -> list[Linear]:
@@ -149,6 +153,12 @@ class HostExperts:
 
     def tensors(self) -> list[Tensor]:
         return [tensor for linear in self.linears() for tensor in linear.method.tensors().values()]
+
+    def weights_at(self, place: int) -> list[ExpertLinear]:
+        return self._weights[place]
+
+    def numbers(self) -> list[Tensor]:
+        return self._numbers
 
     def fuses_norm(self, rows: int) -> bool:
         return False
@@ -168,9 +178,8 @@ class HostExperts:
     ) -> Tensor:
         """batch_invariant: not read, because `linears` then are batch-invariant themselves; nor are the last two."""
         flat, factors = experts.flatten(), weights.to(x.dtype).view(-1, 1)
-        if self._num_own < self._routing.num_experts:  # other ranks' experts come last, and are not computed
-            flat = flat - self._first
-            flat = flat.masked_fill_((flat < 0) | (flat >= self._num_own), self._num_own)
+        if self.places is not None:  # other ranks' experts come last, and are not computed
+            flat = self.places.find(flat)
         order = flat.argsort(stable=True)
         rows = order // self._routing.top_k
         pairs = x.new_zeros(len(flat), x.shape[1])
@@ -190,15 +199,15 @@ class HostExperts:
         return total if shared is None else total.add_(shared)
 
 
-def _each_linear(method: ExpertMethod, stored: ExpertSpec | None, experts: range) -> list[Linear]:
+def _each_linear(methods: Sequence[ExpertLinear], stored: ExpertSpec | None, experts: range) -> list[Linear]:
     """The experts' linear layers, each under its own name: a stack X.experts.Y is X.experts.0.Y and so on."""
-    inputs, outputs = method.shape
+    inputs, outputs = methods[0].shape
     matrix = make_spec([part("", outputs)], inputs) if stored is None else stored.matrix
 
     def spec_of(expert: int) -> LinearSpec:
         return replace(matrix, parts=tuple(replace(one, name=_name_of(one.name, expert)) for one in matrix.parts))
 
-    return [Linear(method.linear(i), spec_of(expert)) for i, expert in enumerate(experts)]
+    return [Linear(method, spec_of(expert)) for method, expert in zip(methods, experts, strict=True)]
 
 
 def _name_of(name: str, expert: int) -> str:

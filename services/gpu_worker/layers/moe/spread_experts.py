@@ -12,7 +12,9 @@ from torch import Tensor
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.routing import Routing
 from blockyard.services.gpu_worker.layers.linear import Linear
+from blockyard.services.gpu_worker.layers.moe.expert_places import ExpertPlaces
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts, ExpertWeights
+from blockyard.services.gpu_worker.quantization.method import ExpertLinear
 
 NOBODY = -1  # the expert of a row of padding: on no rank
 
@@ -44,6 +46,16 @@ class SpreadExperts:
 
     def tensors(self) -> list[Tensor]:
         return self._products.tensors()
+
+    @property
+    def places(self) -> ExpertPlaces | None:
+        return self._products.places
+
+    def weights_at(self, place: int) -> list[ExpertLinear]:
+        return self._products.weights_at(place)
+
+    def numbers(self) -> list[Tensor]:
+        return self._products.numbers()
 
     def choose(self, logits: Tensor, bias: Tensor | None, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self._products.choose(logits, bias, factors)
@@ -95,8 +107,8 @@ class SpreadExperts:
         sent = [len(one) for one in places]
         all_sent = group.gather(torch.tensor(sent, dtype=torch.int64, device=packed.device)).tolist()
         received = [one[group.rank] for one in all_sent]
-        arrived = group.exchange(packed[torch.cat(places)], sent, received)
-        back = group.exchange(self._compute(arrived, batch_invariant), received, sent)
+        arrived = group.exchange_rows(packed[torch.cat(places)], sent, received)
+        back = group.exchange_rows(self._compute(arrived, batch_invariant), received, sent)
         total = torch.zeros_like(rows.x)
         for own, sums in zip(places, torch.split(back, sent), strict=True):
             total.index_add_(0, own, sums)

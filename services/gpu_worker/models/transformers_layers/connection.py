@@ -23,7 +23,10 @@ class Computes(Protocol):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, **options: Any
     ) -> Tensor:
-        """query [1, heads, tokens, head_dim], rotated -> [1, tokens, heads, head_dim of values]."""
+        """query [1, heads, tokens, head_dim], rotated -> [1, tokens, heads, head_dim of values].
+
+        options: as the class calls its attention; `owner` is the module that does.
+        """
 
     def route(self, experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """x [rows, hidden], chosen and weights [rows, top_k] -> [rows, hidden]."""
@@ -65,7 +68,7 @@ def _attend(
     if attention_mask is not None and attention_mask.numel() > 1:  # a step's mask has one number
         raise ConfigError(f"its {type(module).__name__} makes a mask of its own")
     options.setdefault("is_causal", getattr(module, "is_causal", None))
-    return _connection(module).of().attend(layer, query, key, value, scaling, **options), None
+    return _connection(module).of().attend(layer, query, key, value, scaling, owner=module, **options), None
 
 
 def _route(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

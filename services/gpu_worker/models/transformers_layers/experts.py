@@ -90,6 +90,7 @@ class ExpertsModule(nn.Module):
         names = f"{name}.{GATE_UP}", f"{name}.{DOWN}"
         weights = stacked_experts(layers, *names, *sizes, transposed=kind.transposed)
         self.products = find_experts(weights, kind.routing, kind.gate, False)
+        self._ranks = layers.table.ranks  # that have shares of the experts
 
     def linears(self) -> list[Linear]:
         return self.products.linears()
@@ -99,4 +100,4 @@ class ExpertsModule(nn.Module):
         chosen, weights = top_k_index.int().contiguous(), top_k_weights.float().contiguous()
         out = self.products.forward(hidden_states.contiguous(), chosen, weights, None)
         assert out is not None  # it is added to nothing
-        return out
+        return out if self._ranks is None else self._ranks.sum(out)

@@ -107,13 +107,18 @@ class _Replacement(nn.Module):
 class LinearModule(_Replacement):
     """A linear layer of ours in the place of transformers'."""
 
-    def __init__(self, linear: Linear, replaced: nn.Linear, device: torch.device) -> None:
+    def __init__(
+        self, linear: Linear, replaced: nn.Linear, device: torch.device, own_inputs: range | None = None
+    ) -> None:
+        """own_inputs: of a rank, which gets all. None: it gets its own."""
         super().__init__(replaced, device)
-        self._linear = linear
+        self._linear, self._own_inputs = linear, own_inputs
         self.behind: SumNorm | None = None  # of the norm behind the sum with the output
 
     def forward(self, input: Tensor) -> Tensor:
-        out = self._linear(input.reshape(-1, self.in_features)).view(*input.shape[:-1], self.out_features)
+        if self._own_inputs is not None:
+            input = input[..., self._own_inputs.start : self._own_inputs.stop]
+        out = self._linear(input.reshape(-1, input.shape[-1])).view(*input.shape[:-1], -1)
         return out if self.behind is None else SublayerOutput.of(out, self.behind)
 
 

@@ -13,7 +13,7 @@ from blockyard.services.gpu_worker.layers.fused_ops import FusedOps
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers, dense_linear
 from blockyard.services.gpu_worker.layers.mlp import GatedMLP
 from blockyard.services.gpu_worker.layers.norm import make_rms_norm
-from blockyard.services.gpu_worker.loading.linear_spec import part
+from blockyard.services.gpu_worker.loading.linear_spec import Rows, Split, part
 from blockyard.services.gpu_worker.loading.weights import FLOATS
 from blockyard.services.gpu_worker.models.transformers_layers.experts import ExpertsKind, ExpertsModule
 from blockyard.services.gpu_worker.models.transformers_layers.fusions import Fusions
@@ -27,6 +27,14 @@ from blockyard.services.gpu_worker.models.transformers_layers.joint_products imp
 from blockyard.services.gpu_worker.models.transformers_layers.norms import NormModule
 from blockyard.services.gpu_worker.models.transformers_layers.residual_sums import SumNorm
 from blockyard.services.gpu_worker.models.transformers_layers.rotations import Rotate, install
+from blockyard.services.gpu_worker.models.transformers_layers.tensor_parallel import (
+    ONE_RANK,
+    Division,
+    TensorParallelPlan,
+    add_ranks,
+    divide_lookup,
+)
+from blockyard.services.gpu_worker.quantization.dense import place_rows
 
 
 @dataclass(slots=True)
@@ -45,10 +53,16 @@ class _Placement:
     """The replacement of a model's modules, one after the other. Weights keep transformers' names."""
 
     def __init__(
-        self, causal: Any, layers: LinearLayers, fusions: Fusions, experts: Mapping[str, ExpertsKind], ops: FusedOps
+        self,
+        causal: Any,
+        layers: LinearLayers,
+        fusions: Fusions,
+        experts: Mapping[str, ExpertsKind],
+        ops: FusedOps,
+        plan: TensorParallelPlan,
     ) -> None:
         self._causal, self._layers, self._fusions, self._ops = causal, layers, fusions, ops
-        self._experts = experts
+        self._experts, self._plan = experts, plan
         self.norms, self.sums, self.experts = list[RMSNorm](), list[SumNorm](), list[ExpertsModule]()
         self.embeddings = list[Tensor]()
         self.own_products = set[str]()
@@ -70,6 +84,9 @@ class _Placement:
             setattr(module, name, nn.Parameter(self._tied[id(parameter)][1], requires_grad=False))
             if isinstance(module, nn.Embedding):
                 self.embeddings.append(self._tied[id(parameter)][1])
+                if module_name in self._plan.embeddings:
+                    own = Rows(len(parameter), len(parameter)).share(self._layers.table.shard)
+                    divide_lookup(module, own, self._layers.table.ranks)
             elif parameter.dim() > 1:
                 self.own_products.add(type(module).__name__)
 
@@ -77,7 +94,8 @@ class _Placement:
         """Memory and a place of a parameter. Matrices may be stored in the format of the checkpoint."""
         if parameter.dim() == 2 and name == "weight":
             rows, columns = parameter.shape
-            return self._layers.plain(part(module_name, rows), columns, dtype=dtype)
+            split = Split.OUTPUTS if module_name in self._plan.embeddings else Split.NONE
+            return self._layers.plain(part(module_name, rows), columns, split=split, dtype=dtype)
         table = self._layers.table
         target = table.empty(*parameter.shape, dtype=dtype)
         table.place(f"{module_name}.{name}" if module_name else name, target, tuple(parameter.shape))
@@ -134,38 +152,47 @@ class _Placement:
         mlp = GatedMLP(self._layers, name, *sizes, activation, bias=down.bias is not None, joined=joined)
         for linear in mlp.linears():
             linear.disable_fusion()  # the norm and the sum around are transformers'
+        add_ranks(mlp.down, self._layers)
         first = f"{name}.{JOINED}" if joined else self._groups[f"{name}.{GATE}"][0]
         self.linears += [(first, mlp.gate_up), (f"{name}.{DOWN}", mlp.down)]
         return GatedModule(mlp)
 
     def _linear_module(self, name: str, module: nn.Linear) -> nn.Module:
         group = self._groups.get(name)
-        if group is None and name.rpartition(".")[0] in self._fusions.rotations and name not in self._fusions.sums:
-            group = (name,)  # may have all of q, k and v
+        parent, division = name.rpartition(".")[0], self._plan.linears.get(name)
+        if group is None and parent in self._fusions.rotations and name not in self._fusions.sums:
+            group = None if division is Division.CUT_INPUTS else (name,)  # may have all of q, k and v
         if group is None:
             linear = self._linear(name, module)
             self.linears.append((name, linear))
-            return LinearModule(linear, module, self._layers.table.device)
+            own_inputs = self._plan.own_inputs(linear, name, self._layers.table.shard)
+            return LinearModule(linear, module, self._layers.table.device, own_inputs)
         if group not in self.products:
             self.products[group] = self._joint(group)
         return JointModule(self.products[group], group.index(name), module, self._layers.table.device)
 
     def _joint(self, group: tuple[str, ...]) -> JointProduct:
         modules = [self._causal.get_submodule(name) for name in group]
-        sizes = [module.out_features for module in modules]
-        matrices = [part(name, size) for name, size in zip(group, sizes, strict=True)]
-        linear = self._layers.make(matrices, modules[0].in_features, bias=modules[0].bias is not None)
+        linear = self._plan.make_linear(self._layers, group, modules)
         self.linears.append((group[0], linear))
-        return JointProduct(linear, sizes)
+        has_own = self._plan.linears.get(group[0]) is Division.OUTPUTS
+        own = linear.spec.own_sizes(self._layers.table.shard)
+        return JointProduct(linear, own if has_own else [module.out_features for module in modules])
 
     def _linear(self, name: str, module: nn.Linear) -> Linear:
         table, tied = self._layers.table, self._tied.get(id(module.weight))
         if tied is not None:  # the head has the table of the embedding, unless the checkpoint has its own
-            bias = None if module.bias is None else table.vector(f"{name}.bias", module.out_features)
-            linear = dense_linear(tied[1], bias, name=name)
+            is_divided = tied[0].rpartition(".")[0] in self._plan.embeddings
+            split = Split.OUTPUTS if is_divided else Split.NONE
+            bias = None if module.bias is None else table.empty(len(tied[1]))
+            linear = dense_linear(tied[1], bias, name=name, split=split, outputs=module.out_features)
+            if bias is not None:
+                place_rows(table, linear.spec, bias)
             table.tie(f"{name}.weight", tied[0], lambda own: linear.method.replace("weight", own))
+            if is_divided:
+                self._plan.join(linear, name, self._layers)
             return linear
-        return self._layers.make([part(name, module.out_features)], module.in_features, bias=module.bias is not None)
+        return self._plan.make_linear(self._layers, (name,), (module,))
 
     def connect_sums(self) -> None:
         """Lets linear layers, or the MLPs that they are in, know the norm behind the sum with their output."""
@@ -190,13 +217,14 @@ def place_modules(
     ops: FusedOps,
     rotate_of: Callable[[str], Rotate] | None = None,
     experts: Mapping[str, ExpertsKind] | None = None,
+    plan: TensorParallelPlan = ONE_RANK,
 ) -> Placed:
     """Gives all parameters places in the table, under transformers' names, and modules their replacements.
 
     calls: names of linear layers in the order in which a step calls them. rotate_of: the rotation for an attention
-    module, by its name; None: that of `ops` for all. experts: of mixtures, by their names.
+    module, by its name; None: that of `ops` for all. experts: of mixtures, by their names. plan: of ranks.
     """
-    placement = _Placement(causal, layers, fusions, experts or {}, ops)
+    placement = _Placement(causal, layers, fusions, experts or {}, ops, plan)
     placement.place_parameters()
     placement.place_buffers()
     placement.place_modules()

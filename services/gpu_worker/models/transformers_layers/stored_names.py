@@ -21,6 +21,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from blockyard.services.gpu_worker.loading.linear_spec import Cut
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.shared.errors import ConfigError
 
@@ -72,8 +73,18 @@ def _split_stack(table: WeightTable, own: str, parts: Sequence[Sequence[str]]) -
     experts, rows, columns = place.shape
     if any(len(names) != experts for names in parts) or place.arrange is not None:
         raise ConfigError(f"checkpoints have {own} in another number of parts than {experts}")
-    each = rows // len(parts)
-    for i, names in enumerate(parts):
+    each, cut, here = rows // len(parts), place.cut, range(experts)  # the last: experts that this rank has
+    assert cut is None or isinstance(cut, Cut)
+    if cut is not None and cut.dim == 0:
+        [here], cut = cut.ranges, None
+    targets = place.target.chunk(len(parts), 1)
+    for i, (names, target) in enumerate(zip(parts, targets, strict=True)):
+        of_part = cut
+        if cut is not None and cut.dim == -2:
+            of_part = Cut(-2, (range(cut.ranges[i].start - i * each, cut.ranges[i].stop - i * each),))
         for expert, name in enumerate(names):
-            table.place(name, place.target[expert, i * each : (i + 1) * each], (each, columns))
-    table.place_whole(own, place, [name for names in parts for name in names])
+            if expert in here:
+                table.place(name, target[expert - here.start], (each, columns), cut=of_part)
+            else:
+                table.leave_to_others(name)
+    table.place_whole(own, place, [names[expert] for names in parts for expert in here])

@@ -6,7 +6,9 @@ other modules run as they are, over the very path of a step. Then
 - each row must come out of every module as it does when it is the only row of the step. Convolutions, states and
   whatever else looks at neighbouring rows would mix requests, and would lack the rows of earlier steps;
 - the rows of two sequences in one step must be what the class computes of each sequence alone, with its own attention
-  and its own positions.
+  and its own positions;
+- with several ranks, a layer that is divided by inputs must get the rank's part of what it gets on one rank. Norms and
+  choices over all numbers between two divided layers would see those of the rank alone.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,6 +23,8 @@ from transformers.pytorch_utils import Conv1D
 from blockyard.services.gpu_worker.models.transformers_layers.connection import NAME, Connection
 from blockyard.services.gpu_worker.models.transformers_layers.joint_products import is_linear
 from blockyard.services.gpu_worker.models.transformers_layers.probes import Numbers
+from blockyard.services.gpu_worker.models.transformers_layers.tensor_parallel import Division, TensorParallelPlan
+from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.shared.errors import ConfigError
 
 LENGTHS = [7, 4]  # of the sequences
@@ -29,6 +33,7 @@ WINDOW = 3  # shorter than the sequences, in the place of the model's
 ROW_TOLERANCE, TOLERANCE = 1e-4, 1e-3
 STRIDES = (1, 61, 7, 3)  # of dimensions of made-up weights, the last one first
 
+Product = Callable[[Tensor], Tensor]
 Run = Callable[[Any, Tensor, Tensor, Tensor], Tensor]  # base model, token ids, positions, mask -> hidden states
 
 
@@ -67,6 +72,65 @@ def try_rows(causal: Any, connection: Connection, run: Run, vocab_size: int) -> 
             "it computes something else of two sequences in one batch than of each alone: it has other positions, or "
             "attends to other tokens than all earlier ones or those of a window"
         )
+
+
+def try_rank(
+    causal: Any, connection: Connection, run: Run, vocab_size: int, plan: TensorParallelPlan, shard: Shard
+) -> None:
+    """Runs a rank's part of a class beside the whole: see above. Raises ConfigError. causal: as in `try_rows`."""
+    numbers = Numbers(torch.float32)
+    _make_up_weights(causal, numbers)
+    base, divided = getattr(causal, causal.base_model_prefix), list[_OwnOutputs | _PartialMix]()
+    for name, division in plan.linears.items():
+        module = causal.get_submodule(name)
+        mix = module.__dict__["forward"]
+        if division is Division.OUTPUTS:
+            module.__dict__["forward"] = _OwnOutputs(mix, plan.outputs(name, module.out_features, shard).share(shard))
+        elif division is Division.INPUTS:
+            own = plan.inputs(name, module.in_features).share(shard)
+            module.__dict__["forward"] = _PartialMix(mix, own, name)
+        else:
+            continue
+        divided.append(module.__dict__["forward"])
+    ids = torch.randint(7, max(vocab_size, 8), (sum(LENGTHS),), generator=numbers.generator, device="cpu")
+    positions, mask = torch.arange(len(ids), device="cpu"), torch.zeros(1, 1, 1, 1, device="cpu")
+    connection.computes = _RowAlone()
+    with torch.inference_mode():
+        run(base, ids, positions, mask)
+        for one in divided:
+            one.is_rank = True
+        run(base, ids, positions, mask)
+
+
+class _OwnOutputs:
+    """A made-up product of which a rank has some outputs."""
+
+    def __init__(self, mix: Product, own: range) -> None:
+        self._mix, self._own, self.is_rank = mix, own, False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = self._mix(x)
+        return out[..., self._own.start : self._own.stop] if self.is_rank else out
+
+
+class _PartialMix:
+    """A made-up product of which a rank has some inputs. The sum over ranks is the whole product."""
+
+    def __init__(self, mix: Product, own: range, name: str) -> None:
+        self._mix, self._own, self._name, self.is_rank = mix, own, name, False
+        self._inputs: list[Tensor] = []  # of the calls with all inputs
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self.is_rank:
+            self._inputs.append(x.clone())
+            return self._mix(x)
+        whole = self._inputs.pop(0)
+        if not _agree(x, whole[..., self._own.start : self._own.stop], ROW_TOLERANCE):
+            raise ConfigError(
+                f"its plan for ranks does not fit it: {self._name} gets other numbers of a rank than of the whole, "
+                "because a layer before it looks at numbers of all ranks"
+            )
+        return self._mix(whole)
 
 
 def _make_up_weights(causal: Any, numbers: Numbers) -> None:

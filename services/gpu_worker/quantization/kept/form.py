@@ -1,7 +1,7 @@
 """The interface of a kept form, and the linear layers and experts that are made of one."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -19,7 +19,7 @@ from blockyard.services.gpu_worker.quantization.kept.w8a8_products import (
     multiply_rounded,
     prepare_products,
 )
-from blockyard.services.gpu_worker.quantization.method import Fusion, LinearMethod
+from blockyard.services.gpu_worker.quantization.method import ExpertLinear, Fusion
 
 BLOCKS = "blocks"  # the layout of weights that kernels of a GPU read, followed by its parameters
 INPUT_SCALE = "input_scale"  # the tensor, one number, by which forms with rounded inputs divide them
@@ -209,7 +209,7 @@ class KeptLinear:
             self._dense.prepare()
             self.size_bytes = self._dense.size_bytes
             self._drop_matrix()
-        elif device.type == "cuda" and self.input_rounding is not None:
+        elif self.input_rounding is not None:
             assert isinstance(form, RoundingForm)
             if not self._is_moved:
                 self._kept = form.compact(self._kept)
@@ -254,6 +254,27 @@ class KeptLinear:
     def replace(self, name: str, tensor: Tensor) -> None:
         self._kept[name], self._is_moved = tensor, True
 
+    def contents(self) -> list[Tensor]:
+        """Implements `ExpertLinear`."""
+        bias = [] if self._bias is None else [self._bias]
+        return [*self._own_tensors(), *(bias if self._dense is None else self._dense.contents())]
+
+    def write(self, contents: Sequence[Tensor]) -> None:
+        """Implements `ExpertLinear`."""
+        own = self._own_tensors()
+        if self._dense is not None:
+            self._dense.write(contents[len(own) :])
+        elif self._bias is not None:
+            own.append(self._bias)
+        for one, other in zip(own, contents, strict=self._dense is None):
+            one.copy_(other)
+
+    def _own_tensors(self) -> list[Tensor]:
+        """Those of this weight alone, without what others share."""
+        stated = self.kept_form.tensors()
+        kept = [one for name, one in self._kept.items() if not stated[name].is_one_number]
+        return [*kept, *self._packed.values()]
+
 
 def fits_host(form: KeptForm, shape: tuple[int, int], dtype: torch.dtype) -> bool:
     """Whether the CPU multiplies weights of this form, shape (inputs and outputs) and model without making numbers of
@@ -286,13 +307,16 @@ class KeptExperts:
     def form(self) -> str:
         return self.kept_form.name
 
-    def linear(self, expert: int) -> LinearMethod:
+    def linear(self, expert: int) -> ExpertLinear:
         stated = self.kept_form.tensors()
         own = {name: one if stated[name].is_one_number else one[expert] for name, one in self._kept.items()}
         return KeptLinear(self.kept_form, own, self.shape, self.dtype, None if self.bias is None else self.bias[expert])
 
     def round_inputs(self, x: Tensor) -> Tensor:
         return self.kept_form.round_inputs(x, self._kept)
+
+    def numbers(self) -> list[Tensor]:
+        return [self._kept[name] for name, one in self.kept_form.tensors().items() if one.is_one_number]
 
     def tensors(self) -> dict[str, Tensor]:
         return self._kept | ({} if self.bias is None else {"bias": self.bias})

@@ -16,9 +16,9 @@ from blockyard.kernels.layers.rounding import InputRounding, round_rows_referenc
 from blockyard.kernels.quantized.operands import Weight8Bit
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import E4M3, expand, fill_e4m3, has_products
 from blockyard.services.gpu_worker.quantization.kept.form import DUMMY_SCALE, KeptTensor, rounded_product
+from blockyard.services.gpu_worker.quantization.kept.w8a8_products import has_kernels
 
 CODES, SCALES, INPUT_SCALE = "codes", "scales", "input_scale"
-ALIGNMENT = 16  # numbers; tensor cores read rows that are multiples of it
 GROUPS = (128, 256, 512)  # that kernels apply
 BLOCK = 128  # rows and inputs
 DUMMY_STD = 112.0  # of codes: a quarter of the largest
@@ -60,7 +60,7 @@ class Fp8W8A8:
     def rounding(self, kept: Mapping[str, Tensor]) -> InputRounding | None:
         """Implements `RoundingForm`."""
         codes = kept[CODES]
-        if codes.device.type != "cuda" or not has_products(codes.device) or codes.shape[1] % ALIGNMENT:
+        if not has_kernels(codes) or not has_products(codes.device):
             return None
         if self.group not in (None, *GROUPS):
             return None

@@ -26,12 +26,12 @@ from blockyard.services.gpu_worker.quantization.kept.form import (
     rounded_product,
     uniform_scale,
 )
+from blockyard.services.gpu_worker.quantization.kept.w8a8_products import has_kernels
 
 CODES, SCALES = "codes", "scales"
 INPUT_SCALE, INPUT_HIGH, INPUT_LOW = "input_scale", "input_high", "input_low"
 LOW, HIGH, STEPS = -128, 127, 255  # of codes
 DUMMY_INPUT_SCALE = 0.05
-ALIGNMENT = 16  # numbers; tensor cores read rows that are multiples of it
 CUDA_ROWS, CUDA_ALIGNMENT = 32, 8  # `torch._int_mm` needs more than 16 rows there, and sizes that are multiples
 
 
@@ -78,8 +78,7 @@ class Int8W8A8:
 
     def rounding(self, kept: Mapping[str, Tensor]) -> InputRounding | None:
         """Implements `RoundingForm`."""
-        weight = kept[CODES]
-        if not self.symmetric or weight.device.type != "cuda" or weight.shape[1] % ALIGNMENT:
+        if not self.symmetric or not has_kernels(kept[CODES]):
             return None
         return InputRounding(torch.int8, scale=kept[INPUT_SCALE] if self.static else None)
 
@@ -93,11 +92,12 @@ class Int8W8A8:
 
     def product(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor | None:
         """Sums of integers are exact: a row does not depend on the number of rows."""
-        if x.device.type == "cuda":
-            own = rounded_product(self, x, kept)
-            return self._on_cuda(x, kept) if own is None else own
-        if not self.symmetric or x.device.type != "cpu":
-            return None
+        if x.device.type == "cpu":
+            return self._on_host(x, kept) if self.symmetric else None
+        own = rounded_product(self, x, kept)
+        return self._on_cuda(x, kept) if own is None else own
+
+    def _on_host(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
         codes, scales, _ = self._to_codes(x, kept)
         sums: Tensor = torch._int_mm(codes.to(torch.int8), kept[CODES].t())
         return sums.float().mul_(scales).mul_(kept[SCALES]).to(x.dtype)

@@ -30,6 +30,11 @@ FAST_INPUTS = 4096
 SCALED_ROWS = (9, 0)  # compute capability from which `torch._scaled_mm` has scales of rows
 
 
+def has_kernels(weight: Tensor) -> bool:
+    """Whether kernels multiply by a weight [outputs, inputs] where it is."""
+    return weight.device.type == "cuda" and weight.shape[1] % ALIGNMENT == 0
+
+
 def multiply(x: Tensor, rounding: InputRounding, weight: Weight8Bit) -> Tensor:
     """x [rows, in] in 16 or 32 bits -> [rows, out]."""
     return multiply_rounded(quantize_rows(x, rounding), weight)

@@ -13,8 +13,9 @@ import msgspec
 from blockyard.services.gpu_worker.child_processes.start import start_child
 from blockyard.services.gpu_worker.parallel.meeting import LOOPBACK, Meeting
 from blockyard.services.gpu_worker.ranks import network
+from blockyard.services.gpu_worker.ranks.entrance import RankEntrance
 from blockyard.services.gpu_worker.ranks.group_digest import make_digest
-from blockyard.services.gpu_worker.ranks.joining import RankEntrance, RankTicket
+from blockyard.services.gpu_worker.ranks.joining import RankTicket
 from blockyard.services.gpu_worker.ranks.leader_team import LeaderTeam
 from blockyard.services.gpu_worker.ranks.ray_group.frames import (
     Answer,

@@ -12,7 +12,7 @@ _HOSTS = "use `blockyard run gpu-worker` on each host, with one --message-bus fo
 _BALANCE = "the scheduler divides requests among all workers; use --data-parallel-size or more `blockyard run` workers"
 _SUPERVISOR = "`serve` restarts processes that end, and those that stand still after --hung-timeout"
 _CONTEXT = not_built("context parallelism; use 1")
-_EXPERTS = not_built("a choice of the experts of a rank; --enable-expert-parallel alone divides them once, at start")
+_EXPERTS = not_built("other choices of the experts of a rank than --enable-expert-parallel and --enable-eplb")
 _RANKS = "the ranks of a worker have one way to find each other and to send, with limits of its own"
 _REPLICAS = "replicas with the experts together agree on each step by messages, and others are workers of their own"
 _NO_CONTEXT = "no ranks share the KV of a sequence, because there is no context parallelism"
@@ -85,8 +85,6 @@ PARALLEL = (
     _experts("elastic-ep-max-dp-size", FlagKind.INT, None, "Most replicas.", ge=1),
     _experts("enable-elastic-ep", FlagKind.BOOL, False, "Change the number of GPUs while serving."),
     _experts("enable-ep-weight-filter", FlagKind.BOOL, False, "Read only a GPU's own experts."),
-    _experts("enable-eplb", FlagKind.BOOL, False, "Move experts by their load."),
-    _experts("eplb-config", FlagKind.JSON, None, "How experts are moved.", harmless=({},)),
     _experts("expert-placement-strategy", FlagKind.TEXT, "linear", "Which experts a GPU has."),
     _overlap("enable-dbo", FlagKind.BOOL, False, "Divide steps in two halves."),
     _overlap("ubatch-size", FlagKind.INT, 0, "Parts of a step.", ge=0),

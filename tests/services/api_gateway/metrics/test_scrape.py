@@ -282,13 +282,21 @@ async def test_masks_of_workers(rig) -> None:
 
 async def test_experts_of_workers(rig) -> None:
     stats = Stats(
-        expert_samples_total=4, experts_hit_total=90, experts_hit_if_even_total=100, expert_loads=[1.5, 3.25, 2.0]
+        expert_samples_total=4,
+        experts_hit_total=90,
+        experts_hit_if_even_total=100,
+        expert_loads=[1.5, 3.25, 2.0],
+        expert_rank_loads=[1.25, 1.0],
+        experts_moved_total=6,
     )
     found, gone, of_worker = await before_and_after_loss(rig, stats)
     for one in (found, gone):
         assert one["blockyard:expert_samples_total", of_worker] == 4
         assert one["blockyard:experts_hit_total", of_worker] == 90
         assert one["blockyard:experts_hit_if_even_total", of_worker] == 100
+        assert one["blockyard:experts_moved_total", of_worker] == 6
+    assert found["blockyard:expert_rank_load_worst", of_worker] == 1.25
+    assert found["blockyard:expert_rank_load", of_worker | {("layer", "1")}] == 1.0
     assert found["blockyard:expert_load_worst", of_worker] == 3.25
     assert [found["blockyard:expert_load", of_worker | {("layer", str(i))}] for i in range(3)] == [1.5, 3.25, 2.0]
     assert ("blockyard:expert_load_worst", of_worker) not in gone

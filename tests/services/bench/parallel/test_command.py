@@ -8,7 +8,7 @@ import pytest
 from rig import serve as rig_serve
 
 from blockyard.services.bench.load.results import BenchError
-from blockyard.services.bench.parallel import command, rank_sums
+from blockyard.services.bench.parallel import command, measures, rank_sums
 from blockyard.services.bench.parallel.command import ParallelRun, main, read_items
 from blockyard.services.bench.parallel.layouts import read_layout
 from blockyard.services.bench.parallel.measures import ParallelSizes
@@ -18,6 +18,7 @@ from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import DeviceRates, SumTime
 
 SIZES = ParallelSizes(runs=1, stream=(8, 30), sums=(16 << 10,), prompt=32)
+BALANCED = ParallelSizes(streams=2, streams_len=(8, 4))
 LAYOUTS = [read_layout("tp2"), read_layout("pp2")]
 
 
@@ -53,6 +54,21 @@ def test_a_layout_that_does_not_start_is_a_row_for_each_of_its_figures(
     assert {row[2] for row in found[6:]} == {"failed: the server ended with a long log"}
     assert all(row[2].endswith((" ms", " blocks", " s")) for row in found[:6])
     assert [flags[-2:] for flags in starts[2:4]] == [("--tensor-parallel-size", "2")] * 2
+
+
+def test_experts_move_where_ranks_have_them_whole(
+    starts: list[Sequence[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measures, "COUNTED_S", 0.1)
+    layouts, flags = [read_layout(name) for name in ("tp2", "ep2", "dp2ep2")], ("--device", "cpu")
+    run = ParallelRun(shapes.find("demo", tmp_path), read_items(["balance"]), BALANCED, flags, tmp_path, 100.0)
+    assert [row.problem for row in run.rows(layouts)] == ["failed: no worker of this layout moves experts"]
+    assert [one[-len(measures.BALANCE_FLAGS) :] for one in starts] == [measures.BALANCE_FLAGS]
+    families = ("expert_rank_load", "1.0"), ("expert_rank_load_worst", "1.25"), ("expert_load_worst", "9.0")
+    lines = [f'blockyard:{name}{{worker="gpu_worker"}} {value}' for name, value in families]
+    monkeypatch.setattr(SuiteServer, "_metrics", lambda self: lines)
+    [row] = run.rows(layouts)
+    assert (row.layout, row.value) == ("ep2", 1.25)
 
 
 def test_no_figure_is_begun_when_the_time_is_over(starts: list[Sequence[str]], tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from blockyard.services.bench.parallel.rows import BARS, KILL, START, read_floor_ms, row_of, sum_rows
+from blockyard.services.bench.parallel.rows import BALANCE, BARS, KILL, START, read_floor_ms, row_of, sum_rows
 from blockyard.services.bench.suite import shapes
 from blockyard.shared.config.text_part import text_part
 from blockyard.shared.messages import SumTime
@@ -16,6 +16,7 @@ VALUES = {
     ("tp2", KILL): 15.0,
     ("pp2", "idle"): 0.04,
     ("dp2ep2", "kv-blocks"): 100.0,
+    ("ep2", BALANCE): 1.2,
 }
 
 
@@ -29,6 +30,7 @@ def test_a_figure_is_compared_with_what_its_bar_is_of() -> None:
         "| rate: what | pp2 | 1,600 tokens/s | one: 1,000 tokens/s | 1.600 | 2 | 1.7 (missed) |"
     )
     assert row("tp2", KILL) == "| kill: what | tp2 | 15 s | start: 12 s | 1.250 | 1 | 1.2 (missed) |"
+    assert row("ep2", BALANCE) == "| balance: what | ep2 | 1.2 |  |  | 1 | 1.15 (missed) |"
     assert row("pp2", "idle") == "| idle: what | pp2 | 0.04 |  |  | 0 | 0.06 |"
 
 

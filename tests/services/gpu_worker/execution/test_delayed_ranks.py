@@ -14,8 +14,10 @@ from hypothesis import settings
 from plan_driver import Driver
 from tiny_models import BY_NAME, VOCAB, start
 
+from blockyard.services.gpu_worker.parallel import expert_balance
 from blockyard.services.gpu_worker.runner import Runner
-from blockyard.shared.messages import FinishReason, Sampling
+from blockyard.shared.config.services.worker import ExpertBalance
+from blockyard.shared.messages import FinishReason, Sampling, Stats
 
 NUM_PLANS = 10_000 if settings.get_current_profile_name() == "long" else 120
 CAPACITY = 6
@@ -56,3 +58,21 @@ def test_collectives_are_the_same(size: int, num_stages: int, as_gpus: bool, tmp
         num_plans += run_streams(ranks.runner, rng)
     ranks.close()
     assert ranks.check_records() > num_plans
+
+
+@pytest.mark.parametrize(("size", "num_stages", "as_gpus"), [(3, 1, True), (2, 2, False)])
+def test_experts_move_on_all_ranks_alike(
+    size: int, num_stages: int, as_gpus: bool, tmp_path: Path, threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, group, rng = tmp_path / "model", tmp_path / "group", random.Random(7)
+    group.mkdir()
+    BY_NAME["mixtral"].save(folder)
+    monkeypatch.setattr(expert_balance, "CHANCE", 0.0)
+    geometry, balance = start(folder, max_num_seqs=CAPACITY).geometry, ExpertBalance(interval_steps=7, window_steps=5)
+    ranks = DelayedRanks(folder, group, geometry, size, num_stages, as_gpus=as_gpus, balance=balance)
+    num_plans = 0
+    while num_plans < NUM_PLANS // 2:
+        num_plans += run_streams(ranks.runner, rng)
+    moved = ranks.runner.count(Stats()).experts_moved_total
+    ranks.close()
+    assert ranks.check_records() > num_plans and moved > 4

@@ -18,7 +18,8 @@ from blockyard.services.gpu_worker.memory import GIB
 from blockyard.services.gpu_worker.models.registry import find_family
 from blockyard.services.gpu_worker.quantization import dense
 from blockyard.services.gpu_worker.startup.cpu import CpuBackend
-from blockyard.services.gpu_worker.startup.cuda import CudaBackend, CudaLink
+from blockyard.services.gpu_worker.startup.cuda import CudaBackend
+from blockyard.services.gpu_worker.startup.cuda_link import CudaLink
 from blockyard.services.gpu_worker.startup.start_report import StartReport
 from blockyard.shared.errors import LoadError
 from blockyard.shared.messages import Sampling

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from blockyard.kernels.layers.linear_stream_k import Workspace
 from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.kernels.quantized.block_weights import BLOCK
 from blockyard.services.gpu_worker.layers.linear import Linear, make_spec
 from blockyard.services.gpu_worker.linear_tuning.block_products import SKINNY_BESIDE_MMA, SKINNY_TILES, BlockProducts
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import LinearShape
@@ -101,6 +102,17 @@ def test_weights_of_4_bits_stay_in_registers_for_few_rows() -> None:
         linear = layer(form, 24, 1024)
         for rows, names in kernels.items():
             assert {one.kernel for one in made.candidates(LinearShape(1024, 24, 1), rows, [linear])} == names
+
+
+def test_candidates_are_compiled_as_the_layer_needs_them() -> None:
+    """A kernel in registers is another one for more rows, and for inputs that do not fill all its warps."""
+    made, linear = BlockProducts(torch.device(DEVICE), DTYPE, 132), layer(W4A16(128), 32, 4096)
+    for rows, row_tile in ((8, 8), (9, 16)):
+        for config in made.candidates(LinearShape(4096, 32, 1), rows, [linear]):
+            if config.kernel == "mma":
+                assert config.row_tile == row_tile
+                example = made.example(config, False, Fusion.NONE, linear.method)
+                assert example.shape[0] % (BLOCK * config.warps) == 0
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)

@@ -10,7 +10,7 @@ from tiny_models import start
 
 from blockyard.services.gpu_worker.host_link import SameMemory
 from blockyard.services.gpu_worker.loading.expert_loads import MOST_LAYERS, ExpertLoads
-from blockyard.services.gpu_worker.startup.cuda import CudaLink
+from blockyard.services.gpu_worker.startup.cuda_link import CudaLink
 from blockyard.shared.messages import Sampling, Stats
 
 CPU = torch.device("cpu")
@@ -85,6 +85,18 @@ def test_a_runner_forgets_what_its_background_work_computed(tmp_path: Path, monk
     monkeypatch.setattr(runner.loop.steps, "idle", lambda: True)
     assert runner.idle(), "work is left"
     assert runner.count(Stats(steps_total=2)) == Stats(steps_total=2)
+
+
+def test_loads_are_kept_where_no_background_work_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    runner = start(tmp_path, load_format="dummy", max_model_len=64)
+    monkeypatch.setattr(runner.loop.steps, "runs_ahead", True)  # as on a GPU
+    assert not runner.idle(), "the last piece"
+    driver = Driver(runner, num_slots=3)
+    driver.add([5, 9, 20], Sampling(temperature=0.0, max_tokens=2, ignore_eos=True))
+    driver.run()
+    assert not runner.idle()
+    assert runner.count(Stats(steps_total=2)).expert_samples_total == 1
 
 
 def test_layers_that_are_not_counted() -> None:

@@ -15,7 +15,7 @@ from blockyard.services.gpu_worker.host_link import HostLink, SameMemory
 from blockyard.services.gpu_worker.loading import checkpoint
 from blockyard.services.gpu_worker.loading.checkpoint_check import check_memory
 from blockyard.services.gpu_worker.loading.weights import WeightTable
-from blockyard.services.gpu_worker.startup.cuda import CudaLink
+from blockyard.services.gpu_worker.startup.cuda_link import CudaLink
 from blockyard.shared.errors import ConfigError, LoadError
 
 NOWHERE = "/nowhere/model.safetensors"

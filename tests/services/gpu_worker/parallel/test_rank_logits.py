@@ -53,6 +53,11 @@ def test_experts_that_are_whole(tmp_path: Path) -> None:
     assert max(map(difference, MIXTURES)) <= 1e-4
 
 
+def test_experts_that_have_moved(tmp_path: Path) -> None:
+    difference = compared(3, list(MIXTURES), tmp_path, "--spread", "--moved")
+    assert max(map(difference, MIXTURES)) <= 1e-4
+
+
 @pytest.mark.parametrize(("size", "num_stages"), [(1, 2), (2, 2), (1, 3)])
 def test_stages(size: int, num_stages: int, tmp_path: Path) -> None:
     """Dense, with windows, mixtures, latent, parallel layers with tied embeddings, learned positions."""

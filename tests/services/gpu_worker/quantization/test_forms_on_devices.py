@@ -34,7 +34,7 @@ def test_logits_in_float32(name: str, model: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "model"), [case for case in CASES if case[1] != "deepseek-v2-lite"])
 def test_logits_in_bfloat16(name: str, model: str, tmp_path: Path) -> None:
     made = (FORMS | MORE_FORMS)[name].write(tmp_path, model)
-    assert row_error(made.packed, dtype="bfloat16") < (0.12 if name.startswith("Fp8") else 0.08)
+    assert row_error(made.packed, dtype="bfloat16") < (0.16 if name.startswith("Fp8") else 0.08)
 
 
 def row_error(folder: Path, dtype: str) -> float:

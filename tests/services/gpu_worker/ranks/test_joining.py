@@ -12,7 +12,8 @@ from tcp_addresses import tcp_bus
 
 from blockyard.services.gpu_worker.parallel.commands import Begin, GroupDigest, LifeSign, TransfersClosed
 from blockyard.services.gpu_worker.ranks import joining
-from blockyard.services.gpu_worker.ranks.joining import JoinedGroup, RankEntrance, RankTicket, TakenError, join
+from blockyard.services.gpu_worker.ranks.entrance import RankEntrance
+from blockyard.services.gpu_worker.ranks.joining import JoinedGroup, RankTicket, TakenError, join
 from blockyard.shared.bus.curve import new_keys
 from blockyard.shared.bus.links import Links
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig

@@ -30,7 +30,7 @@ from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.errors import ConfigError, DeviceError, LoadError, RankLostError
 from blockyard.shared.messages import Sampling, SlotRun, SlotStart, StepPlan
 
-ASKED = requests(18, 24)
+ASKED = requests(12, 16)
 DEVICES = [pytest.param("cpu", marks=pytest.mark.cpu), pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
@@ -59,9 +59,10 @@ def test_tokens_are_those_of_one_rank(tmp_path: Path, size: int, num_stages: int
         pytest.skip("no GPU")
     folder = tmp_path / "model"
     score = greedy_score(BY_NAME["llama"].save(folder))
-    alone = engine.start(config(folder, 1, device=device), report)
+    fields = {"device": device, "graph_sizes": [8]}  # larger steps are eager
+    alone = engine.start(config(folder, 1, **fields), report)
     expected = run(alone, ASKED)[0].outputs
-    made = Group(config(folder, size, num_stages, device=device), tmp_path)
+    made = Group(config(folder, size, num_stages, **fields), tmp_path)
     try:
         runner, ties = SleepingRunner(made.start, lambda: 0), Ties()
         for name, level in (("awake", 0), ("after sleep", 1), ("after deep sleep", 2)):
@@ -81,14 +82,13 @@ def test_tokens_are_those_of_one_rank(tmp_path: Path, size: int, num_stages: int
     assert not made.errors
 
 
+KILLED, STOPPED = (signal.SIGKILL, 2.0, "has ended with code -9"), (signal.SIGSTOP, 7.0, "is silent for")
+
+
 @pytest.mark.parametrize(
-    ("number", "most_s", "said"),
-    [
-        (signal.SIGKILL, 2.0, "has ended with code -9"),
-        (signal.SIGSTOP, 7.0, "is silent for"),
-    ],
+    ("size", "num_stages", "rank", "number", "most_s", "said"),
+    [(2, 1, 1, *KILLED), (2, 2, 1, *KILLED), (1, 3, 2, *KILLED), (2, 1, 1, *STOPPED), (1, 3, 2, *STOPPED)],
 )
-@pytest.mark.parametrize(("size", "num_stages", "rank"), [(2, 1, 1), (2, 2, 1), (1, 3, 2)])
 def test_a_lost_follower_ends_the_leader(
     folder: Path,
     tmp_path: Path,

@@ -19,12 +19,14 @@ from blockyard.kernels.slots.slot_state import StepInputs
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.execution.cuda.decode_graphs import DecodeSettings, DecodeSteps
 from blockyard.services.gpu_worker.execution.cuda.device_ops import DeviceOps
+from blockyard.services.gpu_worker.host_link import SameMemory
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
 from blockyard.services.gpu_worker.sampling import topk_topp_sampler
 from blockyard.services.gpu_worker.sampling.cpu_sampler import CpuSampler, SampledRows
 from blockyard.services.gpu_worker.sampling.host_rows import HostRows, Sampled
 from blockyard.services.gpu_worker.sampling.logits_steps import unsupported_reason
 from blockyard.services.gpu_worker.slots import NONE_ALLOWED, NOT_FINITE, Problem, Slots
+from blockyard.services.gpu_worker.startup.cuda_link import CudaLink
 from blockyard.shared.messages import Sampling, SlotStart, StepPlan
 
 VOCAB, EOS = 500, 7
@@ -49,12 +51,13 @@ class Bench:
         pool: Any = SimpleNamespace(shape=shape, device=device, block_size=16)
         settings = DecodeSettings(capacity=capacity, max_model_len=64, eos_token_ids=[EOS], logits_edits=True)
         ops = ReferenceOps() if device.type == "cpu" else DeviceOps()
-        model: Any = None
+        link = CudaLink(device) if device.type == "cuda" else SameMemory()
+        model: Any = SimpleNamespace(table=SimpleNamespace(link=link))
         self.steps = DecodeSteps(model, pool, settings, ops)
         self.device_slots = self.steps.slots
         self.edits = self.device_slots.logits_edits
         self.cpu = CpuSampler(self.edits, VOCAB, None)
-        self.host = HostRows(VOCAB, [EOS], torch.device("cpu"), None)
+        self.host = HostRows(VOCAB, [EOS], torch.device("cpu"), None, SameMemory().stream(), False)
         self.used: list[int] = []
         self.starts: list[SlotStart] = []
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from blockyard.services.gpu_worker.host_link import SameMemory
 from blockyard.services.gpu_worker.sampling.host_rows import HostRows
 from blockyard.shared.config.services.worker import LogprobsMode
 from blockyard.shared.messages import Sampling, TokenLogprobs
@@ -18,7 +19,7 @@ LIMITS = {"temperature": 0.5, "top_k": 6, "top_p": 0.9, "min_p": 0.02, "logit_bi
 
 def reported(mode: LogprobsMode, logits: torch.Tensor, *samplings: Sampling) -> list[TokenLogprobs]:
     bench = Bench("host")
-    bench.host = HostRows(VOCAB, [EOS], torch.device("cpu"), None, mode)
+    bench.host = HostRows(VOCAB, [EOS], torch.device("cpu"), None, SameMemory().stream(), False, mode)
     for sampling in samplings:
         bench.add(sampling, [1, 2])
     sampled = bench.sample(logits)

@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from blockyard.services.gpu_worker.host_link import SameMemory
 from blockyard.services.gpu_worker.sampling.user_processors import ProcessorError, ProcessorThread, load_processor
 from blockyard.shared.messages import LogitsProcessor
+
+STREAM = SameMemory().stream()
 
 
 def only_even(output_ids: list[int], logits: Tensor) -> Tensor:
@@ -58,18 +61,18 @@ def named(name: str, args: bytes = b"", kwargs: bytes = b"") -> LogitsProcessor:
 def test_functions_and_classes_are_applied_in_order() -> None:
     processors = [load_processor(named("add_lengths")), load_processor(named("Ban", b"[2]", b'{"also":4}'))]
     logits = torch.zeros(6)
-    changed = ProcessorThread().run(processors, [7, 8], [9], logits)
+    changed = ProcessorThread(STREAM).run(processors, [7, 8], [9], logits)
     assert changed.tolist() == [21, 21, float("-inf"), 21, float("-inf"), 21]
     assert logits.tolist() == [0] * 6  # log-probabilities are read from them
 
 
 def test_the_dtype_is_that_of_the_logits() -> None:
-    changed = ProcessorThread().run([load_processor(named("other_dtype"))], [7], [9], torch.zeros(3))
+    changed = ProcessorThread(STREAM).run([load_processor(named("other_dtype"))], [7], [9], torch.zeros(3))
     assert changed.dtype is torch.float32 and changed.tolist() == [1, 1, 1]
 
 
 def test_a_class_without_arguments_is_instantiated() -> None:
-    assert ProcessorThread().run([load_processor(named("Ban"))], [], [], torch.zeros(3)).tolist()[2] == 0
+    assert ProcessorThread(STREAM).run([load_processor(named("Ban"))], [], [], torch.zeros(3)).tolist()[2] == 0
 
 
 @pytest.mark.parametrize("name", ["missing", "constant", "one_argument"])
@@ -82,14 +85,14 @@ def test_what_cannot_be_loaded_is_named(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["forgets", "fails"])
 def test_one_that_fails_is_named_and_the_next_job_runs(name: str) -> None:
-    thread = ProcessorThread()
+    thread = ProcessorThread(STREAM)
     with pytest.raises(ProcessorError, match=name):
         thread.run([load_processor(named(name))], [], [], torch.zeros(3))
     assert thread.run([load_processor(named("only_even"))], [], [], torch.zeros(3)).isinf().sum() == 1
 
 
 def test_one_that_hangs_is_stopped() -> None:
-    thread = ProcessorThread(limit_s=0.05)
+    thread = ProcessorThread(STREAM, limit_s=0.05)
     with pytest.raises(ProcessorError, match=r"hangs: took longer than 0\.05 s"):
         thread.run([load_processor(named("hangs"))], [], [], torch.zeros(3))
     assert thread.run([load_processor(named("only_even"))], [], [], torch.zeros(3)).isinf().sum() == 1

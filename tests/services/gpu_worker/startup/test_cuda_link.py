@@ -14,7 +14,7 @@ from blockyard.services.gpu_worker.layers.cpu_offload import BUFFERS, HostWeight
 from blockyard.services.gpu_worker.layers.linear import Linear, dense_linear
 from blockyard.services.gpu_worker.loading import parallel_load
 from blockyard.services.gpu_worker.loading.weights import WeightTable
-from blockyard.services.gpu_worker.startup.cuda import CudaLink
+from blockyard.services.gpu_worker.startup.cuda_link import CudaLink
 
 CPU = torch.device("cpu")
 Log = list[str]
@@ -27,7 +27,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Log:
     events = iter(range(100))
 
     class Stream:
-        def __init__(self, device: object = None) -> None: ...
+        def __init__(self, device: object = None, priority: int = 0) -> None: ...
         def wait_stream(self, stream: "Stream") -> None:
             log.append("stream waits for steps")
 

@@ -84,7 +84,7 @@ def test_on_a_gpu_tokens_are_those_of_the_cpu_at_any_depth_and_when_the_matcher_
     shutil.copy(DEMO_TOKENIZER, tmp_path)
     cpu, gpu = start(tmp_path, device="cpu"), start(tmp_path, device="cuda")
     matchers = gpu.batch.matchers
-    assert matchers is not None and matchers.memory.pinned is not None
+    assert matchers is not None and matchers.memory.shared is not None
     found: list[list[tuple[list[int], FinishReason | None, str]]] = []
     for runner, depth, kills in ((cpu, 0, False), (gpu, 0, False), (gpu, 1, False), (gpu, 3, False), (gpu, 3, True)):
         driver = Driver(runner, depth=depth, seed=depth)

@@ -125,7 +125,7 @@ def test_masks_of_matcher_processes_reach_the_kernels(tmp_path: Path, monkeypatc
         monkeypatch.setitem(OPS, DEVICE, TritonOps)
         monkeypatch.setattr(Linear, "prepare", lambda linear: None)  # weights are not repacked
         runner = start(tmp_path)
-        masks = share_masks(runner.batch.matchers, num_mask_slots(3), runner.pool.device)
+        masks = share_masks(runner.batch.matchers, num_mask_slots(3), runner.model.table.link)
         runner.use(steps_of(runner, 3, masks=masks))
     asked: list[dict[str, object]] = [
         {"constraint": constraint(modulus=3, length=6)},
@@ -133,16 +133,16 @@ def test_masks_of_matcher_processes_reach_the_kernels(tmp_path: Path, monkeypatc
         {},
     ]
     found = []
-    for one, depth in ((cpu, 0), (runner, 0), (runner, 2)):
+    for one, depth in ((cpu, 0), (runner, 2)):
         driver = Driver(one, num_slots=3, depth=depth, seed=depth)
         for i, fields in enumerate(asked):
             prompt = np.random.default_rng(i).integers(2, VOCAB, 5 + i).tolist()
             driver.add(prompt, Sampling(**({"max_tokens": 6, "temperature": 0.0, "ignore_eos": i == 2} | fields)))
         driver.run()
         found.append([(s.output, s.finish, s.detail) for s in driver.streams])
-    assert found[1:] == found[:1] * 2
+    assert found[0] == found[1]
     assert runner.batch.matchers is not None
-    assert runner.batch.matchers.num_masks == 2 * (6 + 5)
+    assert runner.batch.matchers.num_masks == 6 + 5
     for one in (cpu, runner):
         assert one.batch.matchers is not None
         one.batch.matchers.close()

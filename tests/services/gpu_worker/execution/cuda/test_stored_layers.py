@@ -13,6 +13,7 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.execution.cuda.cuda_steps import sends_prefills
 from blockyard.services.gpu_worker.execution.cuda.stored_layers import LayerWords, layer_groups
+from blockyard.services.gpu_worker.host_link import SameMemory
 from blockyard.services.gpu_worker.interfaces import StoredLayers
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.worker import KVTransferConfig, WorkerConfig
@@ -39,7 +40,7 @@ class Device:
         self.stored: dict[int, set[int]] = {}
         self.launched = first
         self._ops, self._step = QueuedOps(), torch.zeros(1, dtype=torch.int32)
-        self.words = LayerWords(layer_groups(LAYERS, num_groups), self._ops, self._step)
+        self.words = LayerWords(layer_groups(LAYERS, num_groups), self._ops, self._step, SameMemory())
         self.launch(first)
         self.run()
 

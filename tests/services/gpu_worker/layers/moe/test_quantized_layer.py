@@ -1,6 +1,7 @@
 """A mixture whose experts are in a kept form: kernels of a GPU against weights that the form dequantizes."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import quick_interpreter  # noqa: F401, before kernels are imported
@@ -10,9 +11,13 @@ from torch import Tensor
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.gates import Gate, gated
 from blockyard.kernels.moe.routing import Routing
+from blockyard.services.gpu_worker.execution.ranks.expert_moves import agree_on_numbers
 from blockyard.services.gpu_worker.layers.moe.expert_configs import QUANTIZED_SKINNY, batch_invariant, candidates
+from blockyard.services.gpu_worker.layers.moe.expert_places import ExpertPlaces
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertWeights
+from blockyard.services.gpu_worker.layers.moe.routed_experts import HostExperts
 from blockyard.services.gpu_worker.loading.expert_loads import LayerLoad
+from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.quantization.kept.form import KeptExperts, KeptForm, kinds
 from blockyard.services.gpu_worker.quantization.kept.fp8_w8a8 import Fp8W8A8
 from blockyard.services.gpu_worker.quantization.kept.int8_w8a8 import Int8W8A8
@@ -120,6 +125,47 @@ def test_sums_of_experts(form: KeptForm) -> None:
     assert same[1] is not None and error(same[1], want) < ERROR
     for few in same[:1]:
         assert few is not None and torch.equal(few, same[1][: len(few)])
+
+
+@pytest.mark.parametrize("form", FORMS, ids=KEYS)
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_an_expert_takes_over_the_weights_of_another(form: KeptForm, is_prepared: bool) -> None:
+    """As they are loaded, which kernels of a GPU read, and as the CPU has prepared them."""
+    method = make(form, 2 * INNER, HIDDEN)
+    taken, given = method.linear(1), method.linear(4)
+    x = torch.randn(3, HIDDEN, device=DEVICE).to(DTYPE)
+    if is_prepared:
+        taken.prepare()
+        given.prepare()
+    want, before = given.apply(x), taken.apply(x)
+    assert not torch.equal(want, before)
+    taken.write([one.clone() for one in given.contents()])
+    assert torch.equal(taken.apply(x), want) and torch.equal(given.apply(x), want)
+    if not is_prepared:
+        assert torch.equal(method.linear(1).apply(x), want), "in the memory of all experts"
+    assert all(one.dim() == 0 for one in method.numbers())
+
+
+class OtherRanks:
+    """Ranks of which the others have the scale 7."""
+
+    device = torch.device(DEVICE)
+
+    def largest(self, values: Tensor) -> Tensor:
+        return values.clamp(min=7)
+
+
+def test_ranks_with_some_experts_whole_agree_on_what_holds_for_all() -> None:
+    """The scale by which inputs are divided: experts that move find the one that they had."""
+    weights = make_layer(Int8W8A8(static=True))
+    numbers = [number for method in (weights.gate_up, weights.down) for number in method.numbers()]
+    for places, scale in ((None, 2.0), (ExpertPlaces(NUM_EXPERTS, Shard(), torch.device(DEVICE), counts=False), 7.0)):
+        for number in numbers:
+            number.fill_(2.0)
+        layer = HostExperts(replace(weights, places=places), ROUTING, Gate.SILU, False)
+        agree_on_numbers([layer], OtherRanks())
+        assert [float(number) for number in numbers] == [scale] * 2
+        agree_on_numbers([layer], None)
 
 
 def error(got: Tensor, want: Tensor) -> float:

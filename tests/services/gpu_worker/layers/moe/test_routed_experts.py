@@ -14,9 +14,11 @@ from blockyard.services.gpu_worker.layers.fused_ops import OPS
 from blockyard.services.gpu_worker.layers.linear import dense_linear
 from blockyard.services.gpu_worker.layers.moe import routed_experts as experts_file
 from blockyard.services.gpu_worker.layers.moe.expert_configs import candidates
+from blockyard.services.gpu_worker.layers.moe.expert_places import ExpertPlaces
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertWeights
 from blockyard.services.gpu_worker.layers.moe.routed_experts import HostExperts, RoutedExperts
 from blockyard.services.gpu_worker.loading.expert_loads import LayerLoad
+from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.quantization.dense import Float32Linear, UnquantizedExperts
 
 HIDDEN, INNER, NUM_EXPERTS = 32, 24, 6
@@ -75,6 +77,52 @@ def test_sums_of_experts(kind: str, gate: Gate, bias: bool, scales_input: bool, 
     before, got = residual.clone(), made.forward(x, experts, factors, None, residual=residual)
     added = residual if got is None else residual + summed(got)
     assert torch.allclose(added, before + expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 20])
+@pytest.mark.parametrize("kind", ["host", "grouped"])
+def test_parts_of_ranks_with_some_experts_whole(kind: str, rows: int) -> None:
+    """Pairs of other ranks' experts are not computed, but by kernels of one or two rows."""
+    whole, x = make_weights(bias=True), torch.randn(rows, HIDDEN, device=DEVICE)
+    total, logits = torch.zeros_like(x), torch.randn(rows, NUM_EXPERTS, device=DEVICE)
+    if rows > 1:
+        logits[:, [0, 3]] = -100  # first places: no row chooses them
+        whole.gate_up.weight[[0, 3]] = torch.nan
+    for rank, own in enumerate((range(3), range(3, 6))):
+        gate_up, down = (
+            UnquantizedExperts(one.weight[own.start : own.stop], one.bias[own.start : own.stop])
+            for one in (whole.gate_up, whole.down)
+        )
+        places = ExpertPlaces(NUM_EXPERTS, Shard(rank, 2), torch.device(DEVICE), counts=False)
+        weights = replace(whole, gate_up=gate_up, down=down, places=places)
+        if kind == "grouped":
+            from blockyard.services.gpu_worker.layers.moe.grouped_experts import GroupedExperts
+
+            made: HostExperts | GroupedExperts = GroupedExperts(weights, ROUTING, Gate.SILU, False)
+        else:
+            made = HostExperts(weights, ROUTING, Gate.SILU, False)
+        experts, factors = made.choose(logits, None)
+        part = made.forward(x, experts.clone(), factors, None)
+        assert part is not None
+        total += part
+    expected = plain(x, experts, factors, whole, Gate.SILU, False)
+    assert torch.allclose(total, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (40, 16), (300, 16), (1500, 1100)])  # all layouts of the CPU
+def test_a_dense_expert_takes_over_the_weights_of_another(shape: tuple[int, int]) -> None:
+    method = UnquantizedExperts(torch.randn(2, *shape, device=DEVICE), torch.randn(2, shape[0], device=DEVICE))
+    for is_prepared in (False, True):
+        taken, given = method.linear(0), method.linear(1)
+        if is_prepared:
+            taken.prepare()
+            given.prepare()
+        taken.write([one.clone() for one in given.contents()])
+        for rows in (1, 2, 20):
+            x = torch.randn(rows, shape[1], device=DEVICE)
+            assert torch.equal(taken.apply(x), given.apply(x))
+        method.weight.normal_()
+    assert method.numbers() == []
 
 
 @pytest.mark.parametrize("rows", [1, 7, 20])

@@ -15,9 +15,8 @@ from blockyard.services.gpu_worker.models.transformers_layers.joint_products imp
     JointProduct,
     find_joint,
 )
-from blockyard.services.gpu_worker.models.transformers_layers.later_reads import LaterReads
 from blockyard.services.gpu_worker.models.transformers_layers.module_calls import recorded_calls
-from blockyard.services.gpu_worker.models.transformers_layers.rotations import HalvesRotation
+from blockyard.services.gpu_worker.models.transformers_layers.rotations import HalvesRotation, LaterReads
 
 Forward = Callable[["Block", Tensor], Tensor]
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from blockyard.services.api_gateway.responses.event_stream import EventStream
-from blockyard.services.api_gateway.responses.paced_stream import PacedStream
+from blockyard.services.api_gateway.responses.stream_interval import PacedStream
 from blockyard.shared.messages import FinishReason, ModelSettings, TextDelta, ToolDefaults
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 10}
