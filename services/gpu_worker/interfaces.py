@@ -141,6 +141,12 @@ class StepRunner(Protocol):
     def can_launch(self) -> bool:
         """Returns False while all buffers for plans in flight are in use."""
 
+    def join_step(self) -> bool:
+        """Serves a step of other replicas with the experts of this one. Called when no plan can be launched.
+
+        Returns False if none waits for it.
+        """
+
     def idle(self) -> bool:
         """Does one piece of background work. Called when the worker has no plan. Returns False if no work is left."""
 

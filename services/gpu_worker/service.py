@@ -109,6 +109,8 @@ class Worker:
             stored = self._runner.launch(plan)
             if stored and self._transfers is not None:
                 self._transfers.on_launched(plan, stored)
+        elif not self.session.plans and self._runner.join_step():
+            pass  # rows of other replicas went through the experts of this one
         elif not self._runner.in_flight:
             self.counters.idle()
             return

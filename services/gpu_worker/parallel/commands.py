@@ -71,6 +71,17 @@ class Begin(Frame, frozen=True):
     """Load the model. Again after deep sleep."""
 
     stage_layers: list[int]  # number of layers of each pipeline stage; empty: there is one
+    replica_folder: str = ""  # where ranks of other replicas meet those of this one; empty: each has all experts
+
+
+class BeginExchange(Frame, frozen=True):
+    """Each replica has so many rows in the next step, with padding. 0: as many as this one."""
+
+    num_rows: int
+
+
+class ServeExperts(Frame, frozen=True):
+    """Compute rows of other replicas, in a step that has none here."""
 
 
 class AttentionCall(Frame, frozen=True):
@@ -357,6 +368,8 @@ Command = (
     RankSetup
     | GroupComplete
     | Begin
+    | BeginExchange
+    | ServeExperts
     | ForwardPass
     | DeviceForward
     | PackedForward

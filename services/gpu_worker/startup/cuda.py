@@ -270,7 +270,10 @@ class CudaBackend:
             with torch.inference_mode():
                 if not config.enforce_eager:
                     report.phase("capturing CUDA graphs")
-                    steps.capture()
+                    if config.expert_replicas == 1:
+                        steps.capture()
+                    else:
+                        steps.capture_decodes()
                 step_s = steps.decodes.measure()
         runner.use(steps, step_s)
         runner.forget_trial_steps()

@@ -73,6 +73,9 @@ class StubRunner:
         self.flight.clear()
         self.log.append(("reset", num_slots))
 
+    def join_step(self) -> bool:
+        return False
+
     def idle(self) -> bool:
         self.chores = max(self.chores - 1, 0)
         return self.chores > 0

@@ -68,9 +68,19 @@ class RecordedCollectives:
         self._collectives, self._delay = collectives, delay
         self.calls: list[Call] = []
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> PendingCollective:
-        self._record("allgather", inputs)
-        return self._collectives.allgather(outputs, inputs)
+    def _allgather_base(self, output: Tensor, part: Tensor, options: object) -> PendingCollective | None:
+        self._record("allgather", [part])
+        return self._collectives._allgather_base(output, part, options)
+
+    def _reduce_scatter_base(self, output: Tensor, parts: Tensor, options: object) -> PendingCollective | None:
+        self._record("reduce_scatter", [parts])
+        return self._collectives._reduce_scatter_base(output, parts, options)
+
+    def alltoall_base(
+        self, output: Tensor, rows: Tensor, received: list[int], sent: list[int], options: object
+    ) -> PendingCollective | None:
+        self._record("alltoall", [rows])
+        return self._collectives.alltoall_base(output, rows, received, sent, options)
 
     def allreduce(self, tensors: list[Tensor], options: object) -> PendingCollective | None:
         self._record("allreduce", tensors)

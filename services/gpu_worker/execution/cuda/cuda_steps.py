@@ -1,7 +1,9 @@
 """Steps on a GPU: CUDA graphs where one fits, launched ahead of the host. Imports Triton."""
 
+import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from blockyard.services.gpu_worker.arrays import Ints
@@ -31,8 +33,13 @@ from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
 from blockyard.services.gpu_worker.memory import KVMemoryNeed
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.sampling.logits_edits import edits_bytes
+from blockyard.services.gpu_worker.slots import StepRows
 from blockyard.shared.config.services.worker import WorkerConfig
+from blockyard.shared.errors import LoadError
 from blockyard.shared.messages import Geometry, KVRole, TokenLogprobs
+
+NO_ROWS = np.zeros(0, np.int64)
+NO_STEP = StepRequest(StepRows(NO_ROWS, NO_ROWS, 0), NO_ROWS, False, [], [], False)
 
 
 class CudaSteps:
@@ -59,6 +66,7 @@ class CudaSteps:
         self._tuning = tuning
         self._prompt_logprobs = DevicePromptLogprobs(decodes.model, decodes.ops.gather_logprobs, decodes.pool.device)
         self._on_captured: Callable[[], None] = lambda: None
+        self._least_rows, self._is_eager = 0, False  # of decodes
 
     @property
     def slots(self) -> DeviceSlots:
@@ -84,6 +92,28 @@ class CudaSteps:
 
     def order(self, slots: Ints) -> None:
         """Leaves the order as it is: rows that stay the same need no writes."""
+
+    def capture_decodes(self) -> None:
+        """Captures all sizes of decodes, and no prefills: replicas replay the same graphs at the same time.
+
+        Raises LoadError if that fails.
+        """
+        self.decodes.capture(math.inf)
+        if self.decodes.capture_error:
+            raise LoadError(
+                f"CUDA graphs could not be captured, --enforce-eager uses none: {self.decodes.capture_error}"
+            )
+
+    def pad(self, num_rows: int | None) -> None:
+        """Implements `PaddedSteps`."""
+        self._least_rows, self._is_eager = num_rows or 0, num_rows is None
+
+    def launch_padding(self) -> None:
+        """Implements `PaddedSteps`."""
+        size = self.decodes.padded(self._least_rows, 1)
+        buffers = self._begin(NO_STEP, size.rows)
+        self.decodes.sample(size, self.decodes.forward(size), needs_processing=False)
+        buffers.done.record()
 
     def capture(self) -> None:
         """Captures CUDA graphs for a few seconds; `idle` captures the others."""
@@ -131,10 +161,10 @@ class CudaSteps:
         elif step.rows.has_prefill:
             buffers, stored, scores = self._launch_prefill(step)
         else:
-            size = self._size(slots)
+            size, is_eager = self._size(slots), self._is_eager
             buffers = self._begin(step, size.rows)
-            output = self.decodes.forward(size)
-            self.decodes.sample(size, output, step.needs_processing)
+            output = self.decodes.forward(size, is_eager=is_eager)
+            self.decodes.sample(size, output, step.needs_processing, is_eager=is_eager)
             self._send_changes(slots, size.rows)
             scores = self._prompt_logprobs.compute_logits(step.scored, output.logits) if step.scored else []
         edits = self.slots.logits_edits
@@ -198,7 +228,10 @@ class CudaSteps:
 
     def _size(self, slots: Ints) -> DecodeSize:
         table = self._batch.slots
-        return self.decodes.padded(len(slots), int(table.num_computed[slots].max()) + 1, table.are_adapted(slots))
+        longest, is_adapted = int(table.num_computed[slots].max()) + 1, table.are_adapted(slots)
+        if self._is_eager:
+            return self.decodes.exact(len(slots), longest, is_adapted)
+        return self.decodes.padded(max(len(slots), self._least_rows), longest, is_adapted)
 
     def _begin(self, step: StepRequest, num_rows: int) -> StepBuffers:
         """Brings the device's state up to date. num_rows: rows of decodes, with padding."""

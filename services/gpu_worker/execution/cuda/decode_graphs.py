@@ -171,27 +171,34 @@ class DecodeSteps:
         return min(
             fitting,
             key=lambda one: (one.rows, not one.short_context),
-            default=DecodeSize(rows, max_seq_len <= self.ops.fused_decode_max_len(rows), is_adapted),
+            default=self.exact(rows, max_seq_len, is_adapted),
         )
+
+    def exact(self, rows: int, max_seq_len: int, is_adapted: bool = False) -> DecodeSize:
+        """The size without padding."""
+        return DecodeSize(rows, max_seq_len <= self.ops.fused_decode_max_len(rows), is_adapted)
 
     def padded_num_seqs(self, rows: int) -> int:
         """The smallest capture size for so many rows. Kernels are compiled for these sizes."""
         return next((n for n in self._capture_sizes if n >= rows), self.capacity)
 
-    def forward(self, size: DecodeSize) -> ForwardOutput:
-        """Computes the next token of the slots in the first rows. `size` is from `padded`."""
-        captured = self._graphs.get(size)
+    def forward(self, size: DecodeSize, *, is_eager: bool = False) -> ForwardOutput:
+        """Computes the next token of the slots in the first rows. `size` is from `padded`, or `is_eager`: without a
+        graph, if it has one."""
+        captured = None if is_eager else self._graphs.get(size)
         if captured is None:
             return self._forward(size)
         captured.forward.replay()
         return captured.output
 
-    def sample(self, size: DecodeSize, output: ForwardOutput, needs_processing: bool) -> None:
+    def sample(
+        self, size: DecodeSize, output: ForwardOutput, needs_processing: bool, *, is_eager: bool = False
+    ) -> None:
         """Samples from the output of `forward`: slots go on or end, and the ring gets their results.
 
         needs_processing: a slot has penalties, edits of tokens, or reports log-probabilities, or the host samples it.
         """
-        captured = self._graphs.get(size)
+        captured = None if is_eager else self._graphs.get(size)
         if captured is None:
             self._sample(size.rows, output, needs_processing)
         else:
@@ -282,11 +289,11 @@ class DecodeSteps:
             index = np.arange(len(rows), dtype=np.int32) + self.slots.state.offset(rows)
             self.mirror.scatter(index, np.full(len(rows), -1, np.int32))
 
-    def capture(self) -> None:
-        """Captures sizes for CAPTURE_S seconds; `capture_one` captures the others."""
+    def capture(self, most_s: float = CAPTURE_S) -> None:
+        """Captures sizes for so many seconds; `capture_one` captures the others."""
         start = time.perf_counter()
         self._missing = list(self._sizes)
-        while time.perf_counter() - start < CAPTURE_S and self.capture_one():
+        while time.perf_counter() - start < most_s and self.capture_one():
             pass
 
     @property

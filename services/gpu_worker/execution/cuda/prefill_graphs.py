@@ -111,6 +111,8 @@ class PrefillGraphs:
         """Number and memory of graphs, in one line."""
         if self._problem:
             return f"CUDA graphs of prefills: none: {self._problem}"
+        if not self._enabled:
+            return "CUDA graphs of prefills: none, replicas compute prompts of different sizes"
         missing, most = len(self._sizes.missing), max((one.num_prefill_tokens for one in self._graphs), default=0)
         left = f", up to {missing} more when idle" if missing else ""
         return (

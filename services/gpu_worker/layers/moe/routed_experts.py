@@ -14,6 +14,7 @@ from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers, ma
 from blockyard.services.gpu_worker.layers.mlp import GatedMLP
 from blockyard.services.gpu_worker.layers.moe.expert_matrices import ExpertMatrix, expert_specs
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts, ExpertWeights
+from blockyard.services.gpu_worker.layers.moe.spread_experts import SpreadExperts
 from blockyard.services.gpu_worker.layers.norm import Norm
 from blockyard.services.gpu_worker.loading.linear_spec import ExpertSpec, part
 from blockyard.services.gpu_worker.quantization.dense import Float32Linear
@@ -59,13 +60,16 @@ class RoutedExperts:
         self._router, self._choice_bias, self._expert_factors = router, choice_bias, expert_factors
         self._ops = with_sums(find_ops(weights.device), weights.ranks)
         self._shared, self._shared_gate = shared, shared_gate
-        self._experts, self._is_partial = find_experts(weights, routing, gate, scales_input), weights.is_partial
+        self._products = find_experts(weights, routing, gate, scales_input)
+        self._experts, self._is_partial = self._products, weights.is_partial
+        if weights.exchange is not None:
+            self._experts = SpreadExperts(self._products, weights, routing)
         [self._router_linear] = router.linears() if isinstance(router, ExactRouter) else [router]
         if shared is None:  # otherwise several read the norm of the residual, and one kernel computes it for all
             self._router_linear.ask_fusion(Fusion.NORM)
 
     def experts(self) -> list[ExpertProducts]:
-        return [self._experts]
+        return [self._products]
 
     def linears(self) -> list[Linear]:
         shared = self._shared.linears() if self._shared is not None else []
