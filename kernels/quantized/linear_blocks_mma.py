@@ -222,6 +222,11 @@ def mma_row_tile(rows: int) -> int:
     return 8 if rows <= 8 else MAX_ROWS
 
 
+def is_even(inputs: int, warps: int, ahead: int) -> bool:
+    """Whether the inputs fill all warps in all steps, so that none are behind them: another kernel is compiled."""
+    return inputs % (BLOCK * warps * ahead) == 0
+
+
 def linear_blocks_mma(
     x: Tensor, weights: BlockWeights, bias: Tensor | None, *, out_tile: int, warps: int, ahead: int, pdl: bool
 ) -> Tensor:
@@ -245,7 +250,7 @@ def linear_blocks_mma(
         len(codes), OUT_TILE=out_tile, ROW_TILE=mma_row_tile(rows), WARPS=warps, AHEAD=ahead,
         SUB=weights.group if 0 < weights.group < HALF else HALF, GROUP=weights.group, SCALES=scales is not None,
         E8M0=weights.is_e8m0, ZEROS=zeros is not None, WHOLE=zeros is not None and not zeros.is_floating_point(),
-        ROW_SCALES=row_scales is not None, EVEN=size % (BLOCK * warps) == 0,
+        ROW_SCALES=row_scales is not None, EVEN=is_even(size, warps, ahead),
         ASM=unpack_assembly(weights.kind, x.dtype, zeros is None, weights.table), BIAS=bias is not None, PDL=pdl,
         num_warps=warps, **pdl_options(pdl),
     )  # fmt: skip

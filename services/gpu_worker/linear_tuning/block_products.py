@@ -15,7 +15,13 @@ from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.programmatic_launch import supports_pdl
 from blockyard.kernels.quantized.block_weights import BLOCK
 from blockyard.kernels.quantized.linear_blocks import linear_blocks
-from blockyard.kernels.quantized.linear_blocks_mma import MAX_ROWS, can_multiply, linear_blocks_mma, mma_row_tile
+from blockyard.kernels.quantized.linear_blocks_mma import (
+    MAX_ROWS,
+    can_multiply,
+    is_even,
+    linear_blocks_mma,
+    mma_row_tile,
+)
 from blockyard.kernels.quantized.linear_blocks_skinny import linear_blocks_skinny
 from blockyard.services.gpu_worker.layers.linear import FusedProduct, Linear, Product, make_spec
 from blockyard.services.gpu_worker.linear_tuning import kernel_configs
@@ -155,8 +161,8 @@ class BlockProducts:
         one, size = _blocks(like).weights, EXAMPLE_FEATURES
         if config.kernel == "skinny":
             size = -(-size // (config.in_tile * config.stages)) * config.in_tile * config.stages
-        if config.kernel == "mma" and one.inputs % (BLOCK * config.warps) == 0:
-            size = BLOCK * config.warps  # another kernel is compiled for inputs that do not fill all warps
+        if config.kernel == "mma" and is_even(one.inputs, config.warps, config.stages):
+            size = BLOCK * config.warps * config.stages
         groups = -(-size // one.group) if one.group else 1
         made = replace(
             one,

@@ -77,6 +77,16 @@ def test_inputs_that_end_within_a_block() -> None:
 
 
 @on_gpu
+@pytest.mark.parametrize("form", ["int4 g128", "int4 rows"])
+def test_nothing_behind_the_inputs_counts(form: str) -> None:
+    """8 steps of 4 warps, seven at a time: most of the last ones have no inputs, and behind them are NaNs."""
+    weights, x = blocks(form, 16, 4096), rows_of(1, 4096, torch.bfloat16)
+    memory = torch.full((1, 8192), float("nan"), dtype=x.dtype, device=DEVICE)
+    memory[:, :4096] = x
+    assert_close(product(memory[:, :4096], weights, tiles=(16, 4, 7)), linear_blocks_reference(x, weights))
+
+
+@on_gpu
 def test_scales_of_0_and_huge_ones() -> None:
     weights, x = blocks("int4 g128", 19, 256), rows_of(1, 256, torch.float16)
     assert weights.scales is not None
