@@ -23,6 +23,7 @@ NAMES = {
     "skinny": "rows in registers",
     "stream_k": "tensor cores",
     "blocks": "tensor cores",
+    "mma": "tensor cores, weights in registers",
     "unpacked": "cuBLAS, unpacked first",
 }
 
