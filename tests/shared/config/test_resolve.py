@@ -155,7 +155,6 @@ def test_experts_are_spread_over_replicas() -> None:
     [
         (["-tp", "4"], MIXTURE, "6 experts cannot be on 8 ranks"),
         (["--enable-lora"], MIXTURE, "--enable-lora: not built yet"),
-        (["--enable-eplb"], MIXTURE, "--enable-eplb: not built yet"),
         (["--decode-workers", "1"], MIXTURE, "--decode-workers have all experts each"),
         (["--distributed-executor-backend", "ray"], MIXTURE, "Ray does not start them"),
         (["--model-impl", "transformers"], MIXTURE, "by their class in transformers"),
