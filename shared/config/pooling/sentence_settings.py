@@ -43,6 +43,7 @@ class SentenceSettings(msgspec.Struct, frozen=True, kw_only=True):
     prompts: dict[str, str] = {}  # by name
     default_prompt_name: str | None = None
     similarity: Similarity = Similarity.COSINE
+    activation_fn: str | None = None  # a path of Python, that a CrossEncoder applies to logits
 
 
 class _LengthFile(msgspec.Struct, frozen=True):
@@ -58,6 +59,7 @@ class _SettingsFile(msgspec.Struct, frozen=True):
     prompts: dict[str, str] | None = None
     default_prompt_name: str | None = None
     similarity_fn_name: Similarity | None = None
+    activation_fn: str | None = None
 
 
 def read_settings(folder: Path, transformer_folder: str = "") -> SentenceSettings:
@@ -85,6 +87,7 @@ def read_settings(folder: Path, transformer_folder: str = "") -> SentenceSetting
         prompts=prompts,
         default_prompt_name=default,
         similarity=settings.similarity_fn_name or Similarity.COSINE,
+        activation_fn=settings.activation_fn,
     )
 
 
