@@ -39,7 +39,7 @@ def choose_output(config: WorkerConfig, settings: dict[str, Any], model: Model) 
     if choice.modes == (PoolingMode.STEP,) and choice.step_tag_id is None:
         choice = msgspec.structs.replace(choice, step_tag_id=default_step_tag(settings))
     labels = model.shape.num_outputs or 1
-    activation = None if kind in VECTORS else _activation(config, kind, choice, settings, labels)
+    activation = None if kind in VECTORS else _activation(config.task, kind, choice, settings, labels, folder)
     if activation is not None and choice.returned_token_ids is None:
         choice = msgspec.structs.replace(choice, width=labels)
     return choice, make_output(model, choice, folder, activation)
@@ -52,12 +52,12 @@ def _modules(folder: Path) -> SentenceModules | None:
 
 
 def _activation(
-    config: WorkerConfig, kind: OutputKind, choice: PoolingChoice, settings: dict[str, Any], labels: int
+    task: str, kind: OutputKind, choice: PoolingChoice, settings: dict[str, Any], labels: int, folder: Path
 ) -> Activation:
     if choice.softmax is not None:
         return Activation.SOFTMAX if choice.softmax else Activation.NONE
-    if kind is OutputKind.REWARD or (config.task == PoolingTask.REWARD and kind is OutputKind.CLASSES):
+    if kind is OutputKind.REWARD or (task == PoolingTask.REWARD and kind is OutputKind.CLASSES):
         return Activation.NONE
     if kind is OutputKind.STEP_REWARD:
         return Activation.SOFTMAX
-    return choose_activation(settings, labels, read_settings(Path(config.model_path)).activation_fn)
+    return choose_activation(settings, labels, read_settings(folder).activation_fn)
