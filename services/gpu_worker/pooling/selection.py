@@ -14,6 +14,7 @@ from blockyard.shared.config.pooling.pooler_config import FLAG, read_overrides
 from blockyard.shared.config.pooling.pooling_card import hidden_size
 from blockyard.shared.config.pooling.pooling_choice import PoolingChoice, choose_pooling
 from blockyard.shared.config.pooling.sentence_modules import SentenceModules, read_modules
+from blockyard.shared.config.pooling.sentence_settings import read_settings
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import PoolingTask
@@ -38,7 +39,7 @@ def choose_output(config: WorkerConfig, settings: dict[str, Any], model: Model) 
     if choice.modes == (PoolingMode.STEP,) and choice.step_tag_id is None:
         choice = msgspec.structs.replace(choice, step_tag_id=default_step_tag(settings))
     labels = model.shape.num_outputs or 1
-    activation = None if kind in VECTORS else _activation(config.task, kind, choice, settings, labels)
+    activation = None if kind in VECTORS else _activation(config.task, kind, choice, settings, labels, folder)
     if activation is not None and choice.returned_token_ids is None:
         choice = msgspec.structs.replace(choice, width=labels)
     return choice, make_output(model, choice, folder, activation)
@@ -51,10 +52,12 @@ def _modules(folder: Path) -> SentenceModules | None:
 
 
 def _activation(
-    task: str, kind: OutputKind, choice: PoolingChoice, settings: dict[str, Any], labels: int
+    task: str, kind: OutputKind, choice: PoolingChoice, settings: dict[str, Any], labels: int, folder: Path
 ) -> Activation:
     if choice.softmax is not None:
         return Activation.SOFTMAX if choice.softmax else Activation.NONE
     if kind is OutputKind.REWARD or (task == PoolingTask.REWARD and kind is OutputKind.CLASSES):
         return Activation.NONE
-    return Activation.SOFTMAX if kind is OutputKind.STEP_REWARD else choose_activation(settings, labels)
+    if kind is OutputKind.STEP_REWARD:
+        return Activation.SOFTMAX
+    return choose_activation(settings, labels, read_settings(folder).activation_fn)

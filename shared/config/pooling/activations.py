@@ -29,12 +29,17 @@ def num_labels(config: Mapping[str, Any]) -> int:
     return count if isinstance(count, int) and not isinstance(count, bool) and count > 0 else 2
 
 
-def choose_activation(config: Mapping[str, Any], labels: int) -> Activation:
+def choose_activation(config: Mapping[str, Any], labels: int, of_folder: str | None = None) -> Activation:
     """Returns the function of the logits of a classifier.
 
-    config: config.json with --hf-overrides. One of torch's that it names for sentence-transformers goes first, then
-    `problem_type`, then a sigmoid for one label and a softmax for several. Raises ConfigError for another's code.
+    config: config.json with --hf-overrides. of_folder: activation_fn of config_sentence_transformers.json, which goes
+    first. Then goes one of torch's that config names for sentence-transformers, then `problem_type`, then a sigmoid for
+    one label and a softmax for several. Raises ConfigError for another's code.
     """
+    if of_folder is not None:
+        chosen = _read(of_folder, "config_sentence_transformers.json: activation_fn")
+        if labels == 1 or chosen is not Activation.NONE:  # which the package writes for several labels if nobody chose
+            return chosen
     inner = config.get("sentence_transformers")
     named = inner.get("activation_fn") if isinstance(inner, Mapping) else None
     field = "sentence_transformers.activation_fn"
@@ -42,7 +47,7 @@ def choose_activation(config: Mapping[str, Any], labels: int) -> Activation:
         field = "sbert_ce_default_activation_function"
         named = config.get(field)
     if isinstance(named, str):
-        return _read(named, field)
+        return _read(named, f"config.json: {field}")
     problem = config.get("problem_type")
     if problem == "regression":
         return Activation.NONE
@@ -57,5 +62,5 @@ def _read(name: str, field: str) -> Activation:
     last = name.rsplit(".", 1)[-1]
     known = {one.value: one for one in Activation}
     if not name.startswith(("torch.nn.", _TORCH)) or last not in known:
-        raise ConfigError(f"config.json: {field} {name!r} is not supported; torch.nn's {', '.join(known)} are")
+        raise ConfigError(f"{field} {name!r} is not supported; torch.nn's {', '.join(known)} are")
     return known[last]

@@ -22,6 +22,8 @@ LENGTH_FILES = (
     "sentence_xlnet_config.json",
 )
 SETTINGS_FILE = "config_sentence_transformers.json"
+TOKENIZER_FILE = "tokenizer_config.json"  # which has the length since sentence-transformers 6
+_NO_LIMIT = int(1e20)  # a model_max_length above it, transformers' LARGE_INTEGER, means that there is none
 
 
 class Similarity(enum.StrEnum):
@@ -41,6 +43,7 @@ class SentenceSettings(msgspec.Struct, frozen=True, kw_only=True):
     prompts: dict[str, str] = {}  # by name
     default_prompt_name: str | None = None
     similarity: Similarity = Similarity.COSINE
+    activation_fn: str | None = None  # a path of Python, that a CrossEncoder applies to logits
 
 
 class _LengthFile(msgspec.Struct, frozen=True):
@@ -48,10 +51,15 @@ class _LengthFile(msgspec.Struct, frozen=True):
     do_lower_case: bool = False
 
 
+class _TokenizerFile(msgspec.Struct, frozen=True):
+    model_max_length: int | float | None = None
+
+
 class _SettingsFile(msgspec.Struct, frozen=True):
     prompts: dict[str, str] | None = None
     default_prompt_name: str | None = None
     similarity_fn_name: Similarity | None = None
+    activation_fn: str | None = None
 
 
 def read_settings(folder: Path, transformer_folder: str = "") -> SentenceSettings:
@@ -70,15 +78,27 @@ def read_settings(folder: Path, transformer_folder: str = "") -> SentenceSetting
     base = folder / transformer_folder
     path = next((path for name in LENGTH_FILES if (path := base / name).is_file()), base / LENGTH_FILES[0])
     length = _read(path, _LengthFile)
-    if length.max_seq_length is not None and length.max_seq_length < 1:
-        raise ConfigError(f"{path}: max_seq_length {length.max_seq_length} is not a number of tokens")
+    most = length.max_seq_length
+    if most is not None and most < 1:
+        raise ConfigError(f"{path}: max_seq_length {most} is not a number of tokens")
     return SentenceSettings(
-        max_seq_length=length.max_seq_length,
+        max_seq_length=_length_of_tokenizer(base / TOKENIZER_FILE) if most is None else most,
         do_lower_case=length.do_lower_case,
         prompts=prompts,
         default_prompt_name=default,
         similarity=settings.similarity_fn_name or Similarity.COSINE,
+        activation_fn=settings.activation_fn,
     )
+
+
+def _length_of_tokenizer(path: Path) -> int | None:
+    """Returns model_max_length, where sentence-transformers cuts, and vLLM with pooling models. None: no limit."""
+    most = _read(path, _TokenizerFile).model_max_length
+    if most is None or most > _NO_LIMIT:
+        return None
+    if most < 1:
+        raise ConfigError(f"{path}: model_max_length {most} is not a number of tokens")
+    return int(most)
 
 
 def _read(path: Path, kind: type[T]) -> T:

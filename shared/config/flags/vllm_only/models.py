@@ -60,7 +60,7 @@ MODELS = (
         FlagKind.BOOL,
         True,
         "Score late interaction on the GPU.",
-        mapped="there are no pooling models, whose scores it computes",
+        mapped="there are no models of late interaction, whose scores it computes",
     ),
     Flag("enable-nccl-comm-suspend", FlagKind.BOOL, False, "Free NCCL's memory in sleep.", mapped=_WHOLE_SLEEP),
     Flag(

@@ -63,6 +63,16 @@ def test_a_cross_encoder(labels: int, tmp_path: Path) -> None:
     torch.testing.assert_close(got, expected.reshape(-1), atol=1e-5, rtol=1e-5)
 
 
+def test_a_cross_encoder_with_an_activation(tmp_path: Path) -> None:
+    Tiny("bert", BertConfig, BertForSequenceClassification, BERT | {"num_labels": 1}).save(tmp_path / "plain")
+    make_tokenizer().save_pretrained(tmp_path / "plain")
+    theirs = CrossEncoder(str(tmp_path / "plain"), device="cpu", activation_fn=torch.nn.Tanh())
+    theirs.save_pretrained(str(tmp_path / "saved"))
+    ids = theirs.tokenizer("ab ac", "ad")["input_ids"]
+    [got] = rows_of(run(start(tmp_path / "saved"), [ids], second_starts=[4]))
+    torch.testing.assert_close(got, theirs.predict([("ab ac", "ad")], convert_to_tensor=True), atol=1e-5, rtol=1e-5)
+
+
 def test_wrong_sequences_fail_alone(tmp_path: Path) -> None:
     BY_NAME["bert"].save(tmp_path)
     runner = start(tmp_path)

@@ -111,9 +111,23 @@ def test_activation(config: dict[str, object], labels: int, expected: Activation
     assert choose_activation(config, labels) is expected
 
 
+@pytest.mark.parametrize(
+    ("of_folder", "labels", "expected"),
+    [
+        ("torch.nn.modules.linear.Identity", 1, Activation.NONE),
+        ("torch.nn.modules.activation.Tanh", 3, Activation.TANH),
+        ("torch.nn.modules.linear.Identity", 3, Activation.SOFTMAX),
+    ],
+)
+def test_activation_of_a_folder(of_folder: str, labels: int, expected: Activation) -> None:
+    assert choose_activation({}, labels, of_folder) is expected
+
+
 def test_code_of_others_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'mine\.Act'"):
+    with pytest.raises(ConfigError, match=r"^config\.json: sbert_ce_default_activation_function 'mine\.Act'"):
         choose_activation({"sbert_ce_default_activation_function": "mine.Act"}, 1)
+    with pytest.raises(ConfigError, match=r"^config_sentence_transformers\.json: activation_fn 'mine\.Act'"):
+        choose_activation({}, 1, "mine.Act")
 
 
 def test_labels() -> None:

@@ -18,7 +18,7 @@ def test_reads_what_the_package_saves(tmp_path: Path) -> None:
     assert found.prompts == prompts
     assert found.default_prompt_name == "query"
     assert found.similarity is Similarity.DOT
-    assert found.max_seq_length in (None, model.max_seq_length)
+    assert found.max_seq_length == model.max_seq_length == 64
 
 
 def test_without_files(tmp_path: Path) -> None:
@@ -32,6 +32,18 @@ def test_length_of_an_older_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("of_tokenizer", "of_sentences", "expected"),
+    [(77, {}, 77), (77, {"max_seq_length": 80}, 80), (int(1e30), {}, None), (1e30, {}, None), (None, {}, None)],
+)
+def test_length_of_the_tokenizer(
+    of_tokenizer: float | None, of_sentences: dict[str, int], expected: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": of_tokenizer}))
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps(of_sentences))
+    assert read_settings(tmp_path).max_seq_length == expected
+
+
+@pytest.mark.parametrize(
     ("name", "values", "words"),
     [
         ("config_sentence_transformers.json", {"default_prompt_name": "q", "prompts": {"d": ""}}, "'q'.*: d"),
@@ -39,6 +51,7 @@ def test_length_of_an_older_name(tmp_path: Path) -> None:
         ("config_sentence_transformers.json", {"prompts": {"q": 1}}, "prompts"),
         ("sentence_bert_config.json", {"max_seq_length": 0}, "max_seq_length 0"),
         ("sentence_bert_config.json", {"max_seq_length": "x"}, "max_seq_length"),
+        ("tokenizer_config.json", {"model_max_length": 0}, "model_max_length 0"),
     ],
 )
 def test_refuses(name: str, values: dict[str, object], words: str, tmp_path: Path) -> None:
