@@ -149,7 +149,7 @@ def _problem(index: int, ids: list[int], request: TokenizeTexts, vocab_size: int
 def _too_long(index: int, how_many: str, num_tokens: int, most: int, is_second: bool = False) -> TextError:
     message = (
         f"This model's maximum context length is {most} tokens. However, the text has {how_many}. "
-        "`truncate_prompt_tokens` cuts it."
+        "`truncate_prompt_tokens`, for /v2/embed `truncate`, cuts it."
     )
     return TextError(index, message, is_second, TOO_LONG, num_tokens, most)
 

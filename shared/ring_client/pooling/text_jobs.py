@@ -236,6 +236,6 @@ def _cut_ids(
         return data[-ID_BYTES * most :] if call.truncation_side == "left" else data[: ID_BYTES * most]
     message = (
         f"This model's maximum context length is {most} tokens. However, the input has {length}. "
-        "`truncate_prompt_tokens` cuts it."
+        "`truncate_prompt_tokens`, for /v2/embed `truncate`, cuts it."
     )
     raise RequestError(message, name, code="context_length_exceeded", too_long=TooLong(length, most))
