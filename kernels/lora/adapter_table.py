@@ -15,61 +15,95 @@ NO_OFFSET = -1  # of a bias that an adapter does not have
 
 @dataclass(frozen=True, slots=True)
 class AdapterTable:
-    """The adapters of one layer by place, each with a matrix pair for some parts of the layer's outputs."""
+    """The adapters of one layer by place, each with a matrix pair for some parts of the layer's outputs.
+
+    Of a layer of experts each expert has entries of its own, for each of its parts.
+    """
 
     arena: Tensor  # [elements], memory of all places
-    offsets: Tensor  # [places, parts, OFFSETS] int64, in elements: A [rank, in], B [size, rank], bias [size]
-    ranks: Tensor  # [places, parts] int32; 0: no matrices for this part
+    # [places, entries, OFFSETS] int64, in elements of the place: A [rank, in], B [size, rank], bias [size]; entries of
+    # a place are contiguous: expert after expert, and of each one part after part
+    offsets: Tensor
+    ranks: Tensor  # [places, entries] int32; 0: no matrices for this part
     starts: Tensor  # [parts] int32, first output of each part
     sizes: Tensor  # [parts] int32, outputs
     largest: int  # of `sizes`
     max_rank: int  # no adapter has more
-    own_ranks: Tensor | None = None  # [places, parts, 2] int32: A has so many rows, from the first one; None: `ranks`
+    own_ranks: Tensor | None = None  # [places, entries, 2] int32: A has so many rows, from the first one; None: `ranks`
+    place_size: int = 0  # elements of a place in the arena
 
     @property
     def num_parts(self) -> int:
         return self.starts.shape[0]
 
-    def check(self, x: Tensor, places: Tensor, out: Tensor) -> None:
-        """Raises ValueError unless these are x [rows, in], places [rows] int32 and out [rows, outputs]."""
-        check_tensor("places", places, (x.shape[0],), torch.int32)
-        check_tensor("offsets", self.offsets, (*self.ranks.shape, OFFSETS), torch.int64)
-        check_tensor("ranks", self.ranks, (self.offsets.shape[0], self.num_parts), torch.int32)
+    @property
+    def num_experts(self) -> int:
+        return self.ranks.shape[1] // self.num_parts
+
+    @property
+    def place_stride(self) -> int:
+        """Entries from one place to the next."""
+        return self.ranks.stride(0)
+
+    def check(self, x: Tensor, places: Tensor, out: Tensor, experts: Tensor | None = None) -> None:
+        """Raises ValueError unless these are x [rows, in], places [rows] int32, out [rows, outputs] and no experts; or
+        x [rows or pairs, in], places [rows], experts [rows, any] int32 and out [pairs, outputs]."""
+        check_tensor("places", places, places.shape[:1], torch.int32)
+        pairs = len(places) if experts is None else experts.numel()
+        if experts is not None:
+            check_tensor("experts", experts, (len(places), *experts.shape[1:]), torch.int32)
+        self._check_entries("offsets", self.offsets, torch.int64, OFFSETS)
+        self._check_entries("ranks", self.ranks, torch.int32)
         if self.own_ranks is not None:
-            check_tensor("own_ranks", self.own_ranks, (*self.ranks.shape, 2), torch.int32)
-        if x.dim() != 2 or out.dim() != 2 or len(x) != len(out) or x.stride(1) != 1 or out.stride(1) != 1:
+            self._check_entries("own_ranks", self.own_ranks, torch.int32, 2)
+        is_alike = x.dim() == out.dim() == 2 and len(out) == pairs and len(x) in (len(places), pairs)
+        if not is_alike or x.stride(1) != 1 or out.stride(1) != 1:
             raise ValueError(f"expected rows of x and out alike, got {list(x.shape)} and {list(out.shape)}")
+
+    def _check_entries(self, name: str, found: Tensor, dtype: torch.dtype, *columns: int) -> None:
+        shape, stride = (*self.ranks.shape, *columns), self.place_stride * (columns or (1,))[0]
+        if found.shape != shape or found.dtype != dtype or (len(found) > 1 and found.stride(0) != stride):
+            raise ValueError(f"{name}: expected {list(shape)} of {dtype}, got {list(found.shape)} of {found.dtype}")
 
 
 def add_adapters_reference(
-    x: Tensor, places: Tensor, table: AdapterTable, out: Tensor, between: Between | None = None
+    x: Tensor,
+    places: Tensor,
+    table: AdapterTable,
+    out: Tensor,
+    between: Between | None = None,
+    experts: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> None:
-    """Adds the products of adapters to out [rows, outputs], in place. places below 0: a row has none.
-
-    between: see `add_adapters`.
-    """
+    """See `add_adapters`."""
     starts, sizes = table.starts.tolist(), table.sizes.tolist()
-    h = torch.zeros(len(x), table.num_parts, table.max_rank, device=x.device)
-    for row, place in enumerate(places.tolist()):
+    h, own = torch.zeros(len(out), table.num_parts, table.max_rank, device=x.device), len(out) // max(len(places), 1)
+    chosen = [0] * len(out) if experts is None else experts.flatten().tolist()
+    places_of = [
+        place if 0 <= expert < table.num_experts else -1
+        for expert, place in zip(chosen, places.repeat_interleave(own).tolist(), strict=True)
+    ]
+    of_pair = [(place, expert * table.num_parts) for place, expert in zip(places_of, chosen, strict=True)]
+    for pair, (place, entry) in enumerate(of_pair):
         for part in range(table.num_parts if place >= 0 else 0):
-            first, count = 0, int(table.ranks[place, part])
+            first, count = 0, int(table.ranks[place, entry + part])
             if table.own_ranks is not None:
-                first, count = table.own_ranks[place, part].tolist()
+                first, count = table.own_ranks[place, entry + part].tolist()
             if count:
-                a_at = int(table.offsets[place, part, 0])
+                a_at = place * table.place_size + int(table.offsets[place, entry + part, 0])
                 a = table.arena[a_at : a_at + count * x.shape[1]].view(count, -1).float()
-                h[row, part, first : first + count] = a @ x[row].float()
+                h[pair, part, first : first + count] = a @ x[pair * len(x) // len(out)].float()
     if between is not None:
         h = between(h)
-    for row, place in enumerate(places.tolist()):
-        if place < 0:
-            continue
-        for part, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-            _, b_at, bias_at = table.offsets[place, part].tolist()
-            rank, added = int(table.ranks[place, part]), torch.zeros(size, dtype=torch.float32, device=x.device)
+    for pair, (place, entry) in enumerate(of_pair):
+        for part, (start, size) in enumerate(zip(starts, sizes, strict=True) if place >= 0 else ()):
+            _, b_at, bias_at = (table.offsets[place, entry + part] + place * table.place_size).tolist()
+            rank, added = int(table.ranks[place, entry + part]), torch.zeros(size, dtype=torch.float32, device=x.device)
             if rank and size:
                 b = table.arena[b_at : b_at + size * rank].view(size, rank).float()
-                added += b @ h[row, part, :rank]
-            if bias_at >= 0:
+                added += b @ h[pair, part, :rank]
+            if table.offsets[place, entry + part, 2] >= 0:
                 added += table.arena[bias_at : bias_at + size].float()
-            out[row, start : start + size] = (out[row, start : start + size].float() + added).to(out.dtype)
+            if weights is not None:
+                added *= weights.flatten()[pair]
+            out[pair, start : start + size] = (out[pair, start : start + size].float() + added).to(out.dtype)

@@ -29,7 +29,7 @@ def _penalize(x, count, repetition, presence, frequency, SEEN: tl.constexpr):
 @triton.jit
 def _penalize_kernel(
     logits_ptr, slots_ptr, index_ptr, row_ptr, penalties, lists, counts_ptr, out_ptr, words_ptr, states_ptr, stride,
-    vocab, num_words,
+    vocab, row_size, num_words, masked_vocab,
     MOST: tl.constexpr, SEEN: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     # program (i, j): tile j of row i, and the listed tokens in it
@@ -51,12 +51,12 @@ def _penalize_kernel(
         state = tl.load(states_ptr + place)
         words_ptr += place * num_words
         if state == 2:
-            x = apply_mask(x, words_ptr, cols, inside)
+            x = apply_mask(x, words_ptr, cols, inside, masked_vocab)
         elif state == 0:
             x = tl.full([TILE], float("-inf"), tl.float32)
     x = tl.where(tl.load(only_ptr + slot) != 0, float("-inf"), x)
-    count = tl.load(counts_ptr + row * vocab + cols, mask=inside, other=0)
-    tl.store(out_ptr + row * vocab + cols, _penalize(x, count, repetition, presence, frequency, SEEN), mask=inside)
+    count = tl.load(counts_ptr + row * row_size + cols, mask=inside, other=0)
+    tl.store(out_ptr + row * row_size + cols, _penalize(x, count, repetition, presence, frequency, SEEN), mask=inside)
     num = tl.load(num_ptr + slot)
     if num > 0:
         tl.debug_barrier()  # the stores below overwrite some of the stores above
@@ -66,27 +66,27 @@ def _penalize_kernel(
         changed = tl.load(logits_ptr + place * stride + ids, mask=here, other=0.0).to(tl.float32)
         if MASKED:
             if state == 2:
-                changed = apply_mask(changed, words_ptr, ids, here)
+                changed = apply_mask(changed, words_ptr, ids, here, masked_vocab)
             elif state == 0:
                 changed = tl.full([MOST], float("-inf"), tl.float32)
         changed += tl.load(bias_ptr + slot * MOST + entries, mask=here, other=0.0)
         until = tl.load(until_ptr + slot * MOST + entries, mask=here, other=0)
         changed = tl.where(tl.load(index_ptr + place) < until, float("-inf"), changed)
-        number = tl.load(counts_ptr + row * vocab + ids, mask=here, other=0)
+        number = tl.load(counts_ptr + row * row_size + ids, mask=here, other=0)
         tl.store(
-            out_ptr + row * vocab + ids, _penalize(changed, number, repetition, presence, frequency, SEEN), mask=here
+            out_ptr + row * row_size + ids, _penalize(changed, number, repetition, presence, frequency, SEEN), mask=here
         )
 
 
 def penalize_logits(
     logits: Tensor, slots: Tensor, index: Tensor, edits: LogitsEdits, masked: RowMasks | None = None
 ) -> None:
-    """logits [rows, vocab], rows may be strided -> edits.logits, for the slots that have a row there.
+    """logits [rows, vocab], rows may be strided -> first columns of edits.logits, for the slots that have a row there.
 
     slots [rows] int64, below 0 for padding rows; index [rows] int64, the new token's index in its sequence. Sample with
-    `AdjustedLogits(edits.row, edits.logits)`. masked: masks of the rows that have a constraint; None: no row has one. A
-    slot with a constraint needs a row, and a row whose mask is missing allows no token. Listed ids must lie in the
-    vocabulary: not checked on device. Raises ValueError for other shapes and dtypes.
+    `AdjustedLogits(edits.row, edits.logits[:, :vocab])`. masked: masks of the rows that have a constraint; None: no row
+    has one. A slot with a constraint needs a row, and a row whose mask is missing allows no token. Listed ids must lie
+    in the vocabulary: not checked on device. Raises ValueError for other shapes and dtypes.
     """
     rows, vocab = logits.shape
     edits.check(vocab)
@@ -100,12 +100,12 @@ def penalize_logits(
     lists = (edits.only_listed, edits.num_listed, edits.listed, edits.bias, edits.until)
     words, states = (slots, slots) if masked is None else (masked.words, masked.states)
     if masked is not None:
-        masked.masks.check(vocab)
-        check_tensor("words", words, (rows, ceil_div(vocab, 32)), torch.int32)
+        masked.masks.check(masked.vocab_size)
+        check_tensor("words", words, (rows, ceil_div(masked.vocab_size, 32)), torch.int32)
         check_tensor("states", states, (rows,), torch.int32)
     _penalize_kernel[(rows, ceil_div(vocab, _TILE))](
         logits, slots, index, edits.row, penalties, lists, edits.counts, edits.logits, words, states,
-        logits.stride(0), vocab, words.shape[-1],
+        logits.stride(0), vocab, edits.counts.shape[1], words.shape[-1], 0 if masked is None else masked.vocab_size,
         MOST=edits.listed.shape[1], SEEN=SEEN, MASKED=masked is not None, TILE=_TILE,
     )  # fmt: skip
 

@@ -53,12 +53,12 @@ def penalize_logits_reference(
         changed[index[place] < edits.until[slot, :num]] = float("-inf")
         x = torch.full_like(x, float("-inf")) if edits.only_listed[slot] else x.clone()
         x[listed] = changed
-        counts = edits.counts[row]
+        counts = edits.counts[row, : len(x)]
         by = torch.where(counts > 0, edits.repetition[slot], 1.0)
         x = torch.where(x > 0, x / by, x * by)
         number = counts & (SEEN - 1)
         x -= edits.frequency[slot] * number + edits.presence[slot] * (number > 0)
-        edits.logits[row] = x
+        edits.logits[row, : len(x)] = x
 
 
 def _masked_reference(x: Tensor, masked: RowMasks, place: int) -> Tensor:
@@ -67,7 +67,8 @@ def _masked_reference(x: Tensor, masked: RowMasks, place: int) -> Tensor:
     if masked.states[place] == MaskState.FREE:
         return x
     token = torch.arange(len(x), device=x.device)
-    return torch.where(masked.words[place][token // 32] >> (token % 32) & 1 != 0, x, float("-inf"))
+    word = masked.words[place][token.clamp(max=masked.vocab_size - 1) // 32]
+    return torch.where((word >> (token % 32) & 1 != 0) & (token < masked.vocab_size), x, float("-inf"))
 
 
 def count_tokens_reference(tokens: Tensor, best: Tensor, ready: Tensor, slots: Tensor, edits: LogitsEdits) -> None:
@@ -95,4 +96,5 @@ def gather_logprobs_reference(
 def copy_logits_reference(logits: Tensor, slots: Tensor, row: Tensor, out: Tensor) -> None:
     for place, slot in enumerate(slots.tolist()):
         if slot >= 0 and row[slot] >= 0:
-            out[int(row[slot])] = logits[place]
+            out[int(row[slot])] = float("-inf")
+            out[int(row[slot]), : logits.shape[1]] = logits[place]

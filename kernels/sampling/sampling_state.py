@@ -84,12 +84,14 @@ class LogitsEdits:
     listed: Tensor  # [num_slots, most] int32 token ids
     bias: Tensor  # [num_slots, most] float32, added to the listed tokens' logits; -inf bans
     until: Tensor  # [num_slots, most] int64: banned while the new token's index is below
-    counts: Tensor  # [rows, vocab] int32: see SEEN
-    logits: Tensor  # [rows, vocab] float32, the adjusted logits of the last call
+    counts: Tensor  # [rows, vocab or more] int32: see SEEN
+    logits: Tensor  # [rows, as many] float32, the adjusted logits of the last call
 
     def check(self, vocab: int) -> None:
         """Raises ValueError."""
         num, most = self.listed.shape
+        if self.counts.shape[1] < vocab:
+            raise ValueError(f"counts are of {self.counts.shape[1]} tokens, logits of {vocab}")
         whole = {"row": torch.int32, "only_listed": torch.int32, "num_listed": torch.int32}
         one = {"repetition": torch.float32, "presence": torch.float32, "frequency": torch.float32}
         for name, dtype in (whole | one).items():
@@ -97,7 +99,7 @@ class LogitsEdits:
         for name, dtype in {"listed": torch.int32, "bias": torch.float32, "until": torch.int64}.items():
             check_tensor(name, getattr(self, name), (num, most), dtype)
         for name, dtype in {"counts": torch.int32, "logits": torch.float32}.items():
-            check_tensor(name, getattr(self, name), (self.counts.shape[0], vocab), dtype)
+            check_tensor(name, getattr(self, name), tuple(self.counts.shape), dtype)
 
 
 def make_logits_edits(num_slots: int, num_rows: int, most: int, vocab: int, device: torch.device) -> LogitsEdits:
@@ -137,9 +139,10 @@ class RowMasks:
     masks: MaskTensors
     states: Tensor  # [rows] int32, see MaskState
     words: Tensor  # [rows, ceil(vocab / 32)] int32, of rows with MaskState.MASKED
+    vocab_size: int  # masks allow no token behind it
 
     def first(self, rows: int) -> "RowMasks":
-        return RowMasks(self.masks, self.states[:rows], self.words[:rows])
+        return RowMasks(self.masks, self.states[:rows], self.words[:rows], self.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)

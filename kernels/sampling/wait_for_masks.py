@@ -21,9 +21,9 @@ _WORDS_TILE = 1024  # words that a program copies
 
 
 @triton.jit
-def apply_mask(x, words_ptr, cols, inside):
-    """x where the bit of token `cols` is set in `words_ptr`, -inf elsewhere."""
-    words = tl.load(words_ptr + (cols >> 5), mask=inside, other=0)
+def apply_mask(x, words_ptr, cols, inside, masked_vocab):
+    """x where the bit of token `cols` is set in `words_ptr`, -inf elsewhere. masked_vocab: tokens that have bits."""
+    words = tl.load(words_ptr + (cols >> 5), mask=inside & (cols < masked_vocab), other=0)
     return tl.where((words >> (cols & 31)) & 1 != 0, x, float("-inf"))
 
 

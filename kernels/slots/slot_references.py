@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from blockyard.kernels.slots.slot_state import MAX_STOP_IDS, Field, SlotOutcome, SlotState, StepInputs
+from blockyard.kernels.slots.slot_state import CHANGED_FIELDS, MAX_STOP_IDS, Field, SlotOutcome, SlotState, StepInputs
 
 Words = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.int64]
@@ -67,6 +67,24 @@ def advance_slots_reference(
         fields[Field.KNOWN, chosen] = position[has_token] + 1
         fields[Field.NEXT, slots[waits]] = inputs.token_ids.numpy()[rows][waits]
     out[0, rows], out[1, rows], out[2, rows] = outcome, token, position
+
+
+def collect_changes_reference(state: SlotState, slots: Tensor, changes: Tensor) -> None:
+    """As `collect_changes`."""
+    fields: Words = state.fields.numpy()
+    out: Words = changes[int(state.step) % len(changes)].numpy()[: len(slots)]
+    chosen: Ints = slots.numpy()
+    out[:, 0] = chosen
+    for column, one in enumerate(CHANGED_FIELDS, 1):
+        out[:, column] = np.where(chosen >= 0, fields[one, chosen], 0)
+
+
+def write_changes_reference(state: SlotState, changes: Tensor) -> None:
+    """As `write_changes`."""
+    fields, rows = state.fields.numpy(), changes.numpy()
+    rows = rows[rows[:, 0] >= 0]
+    for column, one in enumerate(CHANGED_FIELDS, 1):
+        fields[one, rows[:, 0]] = rows[:, column]
 
 
 def slot_outcomes(

@@ -53,6 +53,8 @@ class Field(IntEnum):
 
 
 NUM_FIELDS = Field.STOPS + MAX_STOP_IDS
+CHANGED_FIELDS = (Field.NEXT, Field.POSITION, Field.KNOWN, Field.LIVE)  # those that `advance_slots` writes
+NUM_CHANGE_WORDS = 1 + len(CHANGED_FIELDS)  # a row of `collect_changes`: the slot, below 0: none, and these fields
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,12 @@ from blockyard.services.gpu_worker.cores import usable_cores
 from blockyard.services.gpu_worker.interfaces import KVTransfers, OffloadableRunner, Report, WorkerLinks
 from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
 from blockyard.services.gpu_worker.mock import runner as mock_runner
+from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.ranks import network
 from blockyard.services.gpu_worker.ranks.leader_team import ENVIRONMENT, LeaderTeam
 from blockyard.services.gpu_worker.ranks.ray_group.ray_ranks import RayRanks, wait_for_ray
+from blockyard.services.gpu_worker.ranks.replica_meeting import meet
+from blockyard.services.gpu_worker.ranks.replica_team import ReplicaTeam
 from blockyard.services.gpu_worker.ranks.several_hosts import RankHost, wait_for_hosts
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.shared.bus.links import Links
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 CACHED_PRODUCTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "64"}
 RANKS_END_S = 5.0
 BROKEN_SENT_S = 1.0
+STOPPED_S = 0.3  # in which this process is asked to end, too, if another replica was
 GPU = Path("/dev/nvidiactl")  # exists if the machine has a GPU
 
 Start = Callable[[WorkerConfig, Report, CompileProcesses | None], OffloadableRunner]
@@ -77,24 +81,26 @@ def serve(config: WorkerConfig) -> None:
         if team is not None:
             wait_for_ranks(config, team, links, stopped.is_set, ending)
         try:
-            start, held_bytes = load_engine(config, team)
+            replicas = meet_replicas(config, team, links, stopped)
+            start, held_bytes = load_engine(config, team, replicas)
             runner = SleepingRunner(lambda: start(config, report, processes), lambda: held_bytes(config), freeze)
             transfers = make_transfers(config, links, runner, team)
         except BlockyardError as e:
             fail_start(team, e)
             raise
-        if team is not None:
-            team.serve()
+        teams = [one for one in (replicas, team) if one is not None]
+        for one in teams:
+            one.serve()
         links.update(ready=True)
         freeze()
         gc.disable()  # a collection would delay a step
         try:
             Worker(links, runner, transfers, team).run(stopped)
         except RankLostError:
-            time.sleep(RANKS_END_S)  # the team ends this process and says which rank was the first to end
-            raise
-        if team is not None:
-            team.close()
+            if not stopped.wait(RANKS_END_S):  # the team ends this process and says which rank was the first to end
+                raise
+        for one in teams:
+            one.close()
 
 
 def fail_start(team: LeaderTeam | None, error: BlockyardError) -> None:
@@ -117,6 +123,34 @@ def wait_for_ranks(
         ranks = RayRanks(config, config.ray)
         ending.callback(ranks.close)
         wait_for_ray(config, ranks, team, is_stopped)
+
+
+def meet_replicas(
+    config: WorkerConfig, team: LeaderTeam | None, links: Links[WorkerIn], stopped: threading.Event
+) -> ReplicaTeam | None:
+    """Waits for the workers that have the experts of the model together with this one. None: this one has all.
+
+    Raises LoadError if they do not come.
+    """
+    if config.expert_replicas == 1:
+        return None
+    links.update(phase="waiting for other replicas")
+
+    def turn() -> None:
+        if stopped.is_set():
+            raise SystemExit(0)
+
+    def end(error: BlockyardError) -> None:
+        if not stopped.wait(STOPPED_S):
+            end_with(config, error)
+
+    replica = Shard(config.replica, config.expert_replicas)
+    met = meet(Path(sys.argv[1]).absolute().parent, replica, config.rank_timeout_s, turn)
+    replicas = ReplicaTeam(replica, met, end)
+    links.watch(*replicas.sources)
+    if team is not None:
+        team.replica_folder = str(replicas.folder)
+    return replicas
 
 
 def start_ranks(config: WorkerConfig, gpu: Path = GPU) -> LeaderTeam | None:
@@ -173,7 +207,9 @@ def environments_of_ranks(config: WorkerConfig, gpu: Path = GPU) -> dict[int, di
     return {rank: {"CUDA_VISIBLE_DEVICES": own_gpu(visible, first + i)} for i, rank in enumerate(ranks)}
 
 
-def load_engine(config: WorkerConfig, team: LeaderTeam | None = None) -> tuple[Start, Callable[[WorkerConfig], int]]:
+def load_engine(
+    config: WorkerConfig, team: LeaderTeam | None = None, replicas: ReplicaTeam | None = None
+) -> tuple[Start, Callable[[WorkerConfig], int]]:
     """Returns two functions: one makes the runner, one counts the bytes of device memory that this process holds."""
     if config.worker_cls == "mock":
         make_memory = load_transfers()[1] if config.kv_transfer is not None else None
@@ -183,7 +219,8 @@ def load_engine(config: WorkerConfig, team: LeaderTeam | None = None) -> tuple[S
     # imports torch, which takes seconds and which a mock worker does not need
     from blockyard.services.gpu_worker import engine  # noqa: PLC0415
 
-    return partial(engine.start, team=team, make_reader=engine.readers(reader)), engine.held_bytes
+    start = partial(engine.start, team=team, make_reader=engine.readers(reader), replicas=replicas)
+    return start, engine.held_bytes
 
 
 def start_compilers(config: WorkerConfig, gpu: Path = GPU) -> CompileProcesses | None:

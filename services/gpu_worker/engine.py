@@ -1,6 +1,7 @@
 """Builds a ready runner from the settings: device, weights, memory. Imports torch."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ from blockyard.services.gpu_worker.kv.pool import KVPool, block_bytes
 from blockyard.services.gpu_worker.layers.cpu_offload import HostWeights, describe_experts
 from blockyard.services.gpu_worker.loading import checkpoint, checkpoint_check, page_cache
 from blockyard.services.gpu_worker.loading.classifier_tokens import settle_classifier
-from blockyard.services.gpu_worker.loading.expert_loads import ExpertLoads
 from blockyard.services.gpu_worker.loading.hf_config import read_config
 from blockyard.services.gpu_worker.loading.weights import HostShare, WeightTable
 from blockyard.services.gpu_worker.lora.module_tensors import last_name
@@ -43,7 +43,8 @@ from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.models.registry import Build, find_family, is_of_transformers
 from blockyard.services.gpu_worker.parallel.loading_slots import loading_slot
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
-from blockyard.services.gpu_worker.parallel.shares import WHOLE, Shard
+from blockyard.services.gpu_worker.parallel.replicas import ExpertExchange, ReplicaPeers, StepAgreement
+from blockyard.services.gpu_worker.parallel.shares import WHOLE
 from blockyard.services.gpu_worker.parallel.stages import Stage
 from blockyard.services.gpu_worker.parallel.team import RankGroups, RankTeam, SendCommand, naming_leader
 from blockyard.services.gpu_worker.pooling.output import PoolingOutput
@@ -58,7 +59,8 @@ from blockyard.services.gpu_worker.prompt_adapters.adapter_hosts import (
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.startup.backend import Backend, pick_backend
 from blockyard.services.gpu_worker.startup.geometry import card_of, eos_ids_of, geometry_of, need_of
-from blockyard.services.gpu_worker.startup.rank_connection import connect_ranks
+from blockyard.services.gpu_worker.startup.model_tables import declare, make_table, with_headers
+from blockyard.services.gpu_worker.startup.rank_connection import connect_ranks, connect_replicas, free_of_all
 from blockyard.services.gpu_worker.startup.stage_choice import choose_stage, describe_stage, make_stage_model
 from blockyard.services.gpu_worker.startup.start_report import StartReport, Throttle
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
@@ -101,11 +103,13 @@ def start(
     processes: CompileProcesses | None = None,
     team: RankTeam | None = None,
     make_reader: MakeReader | None = None,
+    replicas: StepAgreement | None = None,
 ) -> Runner | EncoderRunner:
     """Loads the model and returns its runner. Raises ConfigError or LoadError with a message of one line.
 
     processes: compile processes that are already started, if any. team: of this leader; None: there is one rank.
-    make_reader: of adapters; None: one that starts a process.
+    make_reader: of adapters; None: one that starts a process. replicas: that have the experts together with this one;
+    None: this one has all.
     """
     backend, report = pick_backend(config.device), StartReport(report_start)
     config = of_host(config)
@@ -122,11 +126,11 @@ def start(
     generates = config.task == "generate" and first_kind(settings) is OutputKind.TOKENS
     by = ", by its class in transformers" if is_of_transformers(family) else ""
     report.note(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}{by}")
-    loaded = load(config, settings, build, dtype, backend, report, team, make_reader, generates=generates)
-    return make_runner(loaded, settings, backend, report, team, generates=generates)
+    loaded = load(config, settings, build, dtype, backend, report, team, make_reader, replicas, generates=generates)
+    return make_runner(loaded, settings, backend, report, team, replicas, generates=generates)
 
 
-def follow(config: WorkerConfig, team: RankTeam) -> Follower | EncoderFollower:
+def follow(config: WorkerConfig, team: RankTeam, replicas: ReplicaPeers | None = None) -> Follower | EncoderFollower:
     """Loads the share of a rank that is not the leader. Raises ConfigError or LoadError."""
     backend, report = pick_backend(config.device), StartReport(lambda phase, done, notes: None)
     config = msgspec.structs.replace(of_host(config), prompts=None)  # the leader sends the vectors of each step
@@ -139,7 +143,7 @@ def follow(config: WorkerConfig, team: RankTeam) -> Follower | EncoderFollower:
     if not shape.has_kv:
         length = pick_length(config.max_model_len, shape.max_positions)
         return follow_encoder(EncoderStart(config, settings, build, dtype, length, backend, report, team))
-    loaded = load(config, settings, build, dtype, backend, report, team)
+    loaded = load(config, settings, build, dtype, backend, report, team, replicas=replicas)
     assert loaded.ranks is not None
     needs = FollowerNeeds(loaded.model, loaded.pool, loaded.ranks, loaded.geometry)
     steps = backend.follower_steps(needs, loaded.config)
@@ -173,6 +177,7 @@ def load(
     report: StartReport,
     team: RankTeam | None,
     make_reader: MakeReader | None = None,
+    replicas: ReplicaPeers | None = None,
     *,
     generates: bool = True,
 ) -> LoadedModel:
@@ -180,19 +185,21 @@ def load(
     folder, shard = Path(config.model_path), WHOLE if team is None else team.place.shard
     kv_dtype = kv_scales.pick_kv_dtype(config.kv_cache_dtype, dtype, backend.has_8_bit_kv)
     whole, stage = declare(build, settings, dtype, config, shard), None
+    exchange, config = connect_replicas(config, replicas, shard, backend, report)
     if team is not None:
-        stage = choose_stage(whole, team, config, backend.free_bytes(config), kv_dtype)
+        stage = choose_stage(whole, team, config, free_of_all(config, backend, exchange), kv_dtype)
     with naming_leader(team):
         share = check(build, settings, whole, config, backend, stage)
     ranks, config = connect_ranks(config, team, backend, report)
-    table = make_table(config, dtype, backend, share, shard, ranks)
+    groups = [*([] if ranks is None else [ranks.everyone]), *([] if exchange is None else [exchange.group])]
+    table = make_table(config, dtype, backend, share, shard, ranks, exchange)
     if stage is not None:
         table.stage, table.whole = stage, whole.table
     model = build(settings, table)
     if stage is not None and ranks is not None:
         model = make_stage_model(model, stage, ranks)
         report.note(describe_stage(stage))
-    report.note(*describe_spread(config, model, ranks))
+    report.note(*describe_spread(config, model, ranks, exchange))
     scales = kv_scales.place_scales(model.table, model.shape.num_layers, kv_scales.are_in_checkpoint(config))
     max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
     reader = start_reader(config, model, max_model_len, make_reader or readers(None))
@@ -206,11 +213,11 @@ def load(
                 model.table, folder, config.load_format, config.ignore_patterns, config.seed, progress
             )
         report.note(str(loaded), *model.table.describe_unused())
-        agree_on_numbers(model.experts(), table.ranks)
+        agree_on_numbers(model.experts(), table.ranks, None if exchange is None else exchange.group)
         kv_block_bytes = block_bytes(model.shape, config.block_size, kv_dtype)
         config = backend.fit_num_seqs(config, kv_block_bytes)
-        if ranks is not None:
-            config = msgspec.structs.replace(config, max_num_seqs=ranks.everyone.least(config.max_num_seqs))
+        for group in groups:
+            config = msgspec.structs.replace(config, max_num_seqs=group.least(config.max_num_seqs))
         longest = add_long_rotations(model, config.lora, max_model_len)
         prepare(model, config, longest, backend, report)
         if table.ranks is not None:
@@ -219,7 +226,7 @@ def load(
         eos_ids = eos_ids_of(folder, settings, model.shape.vocab_size)
         need = need_of(model, config, longest, kv_block_bytes)
         if generates:
-            with alone(ranks):
+            with alone(ranks, exchange):
                 backend.compile_kernels(model, need, kv_dtype, len(eos_ids), config, report)
         else:  # no step samples, and none is captured
             backend.end_compiling()
@@ -227,36 +234,27 @@ def load(
         report.phase("planning memory")
         host_plan = plan_host(need, free_host_bytes() // config.replicas, config.swap_space_gib)
         moving_bytes = backend.moving_bytes(host_plan, config.kv_transfer)
-        with alone(ranks), naming_leader(team):
+        with alone(ranks, exchange), naming_leader(team):
             plan = backend.plan_memory(model, need, kv_dtype, config, moving_bytes)
         report.note(*plan.notes, *host_plan.notes)
-        if ranks is not None:
-            plan, host_plan = (with_least(one, ranks.everyone, report) for one in (plan, host_plan))
+        for group in groups:
+            plan, host_plan = (with_least(one, group, report) for one in (plan, host_plan))
         report.phase("reserving KV memory")
         pool = KVPool(model.shape, plan.num_blocks, config.block_size, kv_dtype, backend.device, config.batch_invariant)
-        first_layer = 0 if stage is None else stage.layers.start
-        report.note(*kv_scales.set_pool_scales(pool, scales, config, first_layer))
+        of_stages = None if stage is None or ranks is None else ranks.everyone.largest
+        report.note(*kv_scales.set_pool_scales(pool, scales, config, of_stages))
         store = backend.make_store(host_plan, pool)
     geometry = geometry_of(model, eos_ids, config, need, plan.num_blocks, host_plan.num_blocks)
     experts = movable_experts(config, model, ranks)
     return LoadedModel(model, pool, store, geometry, config, ranks, adapters, reader, experts)
 
 
-def make_table(
-    config: WorkerConfig, dtype: torch.dtype, backend: Backend, share: HostShare, shard: Shard, ranks: RankGroups | None
-) -> WeightTable:
-    """Returns the table that a model's layers place this rank's weights in. share: of weights in host memory."""
-    table = WeightTable(dtype, backend.device, share, shard)
-    table.link, table.spreads_experts = backend.link, config.expert_parallel
-    table.moves_experts = config.expert_balance is not None
-    table.ranks = None if ranks is None else ranks.tensor
-    table.expert_loads = ExpertLoads(backend.device, backend.link) if config.expert_metrics else None
-    return table
-
-
-def alone(ranks: RankGroups | None) -> AbstractContextManager[None]:
+@contextmanager
+def alone(ranks: RankGroups | None, exchange: ExpertExchange | None) -> Iterator[None]:
     """Trial steps of each rank by itself."""
-    return nullcontext() if ranks is None else ranks.alone()
+    of_replicas = nullcontext() if exchange is None else exchange.group.alone()
+    with of_replicas, nullcontext() if ranks is None else ranks.alone():
+        yield
 
 
 def with_least(plan: MemoryPlan, ranks: RankGroup, report: StartReport) -> MemoryPlan:
@@ -273,10 +271,14 @@ def make_runner(
     backend: Backend,
     report: StartReport,
     team: RankTeam | None,
+    replicas: StepAgreement | None,
     *,
     generates: bool,
 ) -> Runner:
-    """Makes what runs plans on a loaded model, and runs first steps. team: of this leader; None: there is one rank."""
+    """Makes what runs plans on a loaded model, and runs first steps. team: of this leader; None: there is one rank.
+
+    replicas: see `start`.
+    """
     config, geometry, model, store = loaded.config, loaded.geometry, loaded.model, loaded.store
     matchers = make_matchers(config, geometry) if generates else None
     lora: WorkerAdapters | LeaderAdapters | None = loaded.adapters
@@ -304,6 +306,8 @@ def make_runner(
     runner = Runner(
         model, loaded.pool, geometry, store, start_steps, matchers, config.logprobs_mode, hosts, send, balancer
     )
+    if replicas is not None:
+        runner.share_experts(replicas)
     start_steps(runner)
     return runner
 
@@ -354,43 +358,17 @@ def make_matchers(config: WorkerConfig, geometry: Geometry) -> MatcherProcesses:
     )
 
 
-def with_headers(family: Build, folder: Path, config: WorkerConfig) -> Build:
-    """Makes a family's model know what its checkpoint has, whatever the table."""
-    headers = checkpoint.read_headers(folder, config.load_format, config.ignore_patterns)
-
-    def build(settings: dict[str, Any], table: WeightTable) -> Model:
-        table.headers = headers
-        return family(settings, table)
-
-    return build
-
-
 def prepare(model: Model, config: WorkerConfig, max_model_len: int, backend: Backend, report: StartReport) -> None:
     """Prepares weights and picks kernels of linear layers."""
     report.phase("preparing weights")
     on_host = HostWeights(model.linears(), model.table) if model.table.matrices_on_host else None
     report.note(*model.prepare(max_model_len))
-    backend.pick_products(model, config, on_host is not None, report)
+    at_once = on_host is not None or config.expert_replicas > 1  # replicas wait for one that measures when idle
+    backend.pick_products(model, config, at_once, report)
     if on_host is not None:
         on_host.install()
         report.note(str(on_host))
     report.note(*describe_experts(model.table), *backend.offload_notes(config))
-
-
-def declare(
-    build: Build,
-    settings: dict[str, Any],
-    dtype: torch.dtype,
-    config: WorkerConfig,
-    shard: Shard,
-    stage: Stage | None = None,
-) -> Model:
-    """Builds a rank's model without memory. stage: None for all layers."""
-    table = WeightTable(dtype, torch.device("meta"), shard=shard)
-    table.spreads_experts, table.stage = config.expert_parallel, stage
-    model = build(settings, table)
-    kv_scales.place_scales(table, model.shape.num_layers, kv_scales.are_in_checkpoint(config))
-    return model
 
 
 def check(

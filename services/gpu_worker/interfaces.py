@@ -106,8 +106,9 @@ class AdapterHost(Protocol):
     def reset(self) -> None:
         """Drops all adapters, also while they are being read."""
 
-    def poll(self) -> list[LoadedAdapter]:
-        """Returns the adapters that were read since the last call. Does not wait."""
+    def poll(self, *, is_idle: bool = False) -> list[LoadedAdapter]:
+        """Returns the adapters that were read since the last call. Does not wait, and computes for about a millisecond,
+        or some if no step waits for it: `is_idle`."""
 
 
 class CachedBlocks(Protocol):
@@ -139,6 +140,12 @@ class StepRunner(Protocol):
 
     def can_launch(self) -> bool:
         """Returns False while all buffers for plans in flight are in use."""
+
+    def join_step(self) -> bool:
+        """Serves a step of other replicas with the experts of this one. Called when no plan can be launched.
+
+        Returns False if none waits for it.
+        """
 
     def idle(self) -> bool:
         """Does one piece of background work. Called when the worker has no plan. Returns False if no work is left."""

@@ -8,6 +8,7 @@ from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.attention.triton_attention import build_attention
 from blockyard.services.gpu_worker.execution.prompt_logprobs import ROWS_AT_ONCE
 from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.layers.adapter_rows import NO_PLACE
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, blocks_of
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.sampling.logits_edits import MOST_HOST_ROWS
@@ -18,17 +19,27 @@ WORKSPACE = 256 << 20  # allowance for library memory and fragmentation
 FEW = 2  # tokens of a small prefill
 
 
-def peak_bytes(model: Model, tokens: int, need: KVMemoryNeed, dtype: torch.dtype, device: torch.device) -> int:
+def peak_bytes(
+    model: Model,
+    tokens: int,
+    need: KVMemoryNeed,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    has_adapters: bool = False,
+) -> int:
     """Returns the peak memory of the largest prefill, of the logits of all sequences, of sampling rows on the host, and
     of the rows of a prompt whose log-probabilities are computed at once. Runs only on a GPU.
 
     Cached context counts as the longest: attention reads the pool in place, but latent layers decompress it in pieces.
-    Also compiles the kernels of steps with prefills.
+    Also compiles the kernels of steps with prefills. has_adapters: rows may have adapters, whose steps fuse less.
     """
     pool = KVPool(model.shape, blocks_of(tokens, need.block_size), need.block_size, dtype, device, need.batch_invariant)
     held = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    hidden = _prefill(model, pool, tokens, need.max_model_len)
+    places = torch.full((tokens,), NO_PLACE, dtype=torch.int32, device=device) if has_adapters else None
+    with model.adapter_rows.meanwhile(places):
+        hidden = _prefill(model, pool, tokens, need.max_model_len)
     model.logits(hidden[-min(need.max_num_seqs, tokens) :])
     _sample(model.logits(hidden[-min(need.max_num_seqs, tokens, MOST_HOST_ROWS) :]).float())
     model.logits(hidden[-ROWS_AT_ONCE:])

@@ -8,12 +8,14 @@ import torch
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop, DeviceSteps
 from blockyard.services.gpu_worker.execution.ranks.expert_balancer import ExpertBalancer
+from blockyard.services.gpu_worker.execution.replica_steps import ReplicaSteps
 from blockyard.services.gpu_worker.interfaces import CompletedPlan, StoredLayers
 from blockyard.services.gpu_worker.kv.block_hashes import BlockHashes
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.kv.pool_blocks import PoolBlocks
 from blockyard.services.gpu_worker.loading.weight_offload import OffloadedWeights
 from blockyard.services.gpu_worker.models.interface import Model, tensors_of
+from blockyard.services.gpu_worker.parallel.replicas import StepAgreement
 from blockyard.services.gpu_worker.parallel.team import SendCommand
 from blockyard.services.gpu_worker.prompt_adapters.adapter_hosts import AdapterHosts
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
@@ -47,6 +49,8 @@ class Runner:
         """
         self.geometry, self.model, self.pool = geometry, model, pool
         self.adapters, self.send, self._balancer = adapters, send, balancer
+        self._agreement: StepAgreement | None = None
+        self._replica_steps: ReplicaSteps | None = None
         self.batch = Batch(geometry, pool, store, matchers, None if adapters is None else adapters.prompts)
         self._depends: Callable[[StepPlan], bool] | None = None
         self._loop: DeviceLoop | None = None  # None: asleep, or not on its device yet
@@ -56,12 +60,18 @@ class Runner:
         self._has_chores = True  # there may be background work
         self._done: list[CompletedPlan] = []  # completed but not collected
 
+    def share_experts(self, agreement: StepAgreement) -> None:
+        """Other replicas have the experts together with this one. Call it before `use`."""
+        self._agreement = agreement
+
     def use(self, steps: DeviceSteps, step_s: float = 0.0, depends: Callable[[StepPlan], bool] | None = None) -> None:
         """Runs steps on `steps` from now on. Call it before the first plan. step_s: time of a decode step.
 
-        depends: whether a plan may be applied only once no step is in flight; None: each may.
+        depends: whether a plan may be applied only once the oldest step in flight is done; None: each may.
         """
         self._depends, self._has_chores = depends, True
+        if self._agreement is not None and (exchange := self.model.table.exchange) is not None:
+            steps = self._replica_steps = ReplicaSteps(steps, exchange, self._agreement, self.send)
         self.geometry = msgspec.structs.replace(self.geometry, step_s=step_s)
         self._loop = DeviceLoop(steps, self.batch, self.geometry, self._logprobs_mode, self.model.table.link)
         self.reset(0)
@@ -85,6 +95,12 @@ class Runner:
 
     def can_launch(self) -> bool:
         return self.loop.can_launch()
+
+    def join_step(self) -> bool:
+        """A step of padding has buffers that no step in flight may have."""
+        if self._loop is None or self._loop.in_flight or self._replica_steps is None:
+            return False
+        return self._replica_steps.join()
 
     def idle(self) -> bool:
         """Does one piece of background work. Returns False if no work is left."""
@@ -144,8 +160,8 @@ class Runner:
 
     def launch(self, plan: StepPlan) -> Sequence[StoredLayers]:
         """Applies a plan and starts its step. A slot that cannot run or sample fails without the others."""
-        if self._depends is not None and self._depends(plan):
-            self._wait_for_steps()
+        while self._depends is not None and self._depends(plan):
+            self._done.append(self.loop.wait())
         if self._balancer is not None and self._balancer.is_due():
             self._wait_for_steps()
             self._balancer.balance()

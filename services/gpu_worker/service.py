@@ -47,6 +47,7 @@ class Worker:
         self.session = SchedulerSession(links, runner, transfers)
         self._has_chores = True  # the runner may have background work
         self._wait_s = CHORE_POLL_S  # before the next piece of background work
+        self._is_loading = False  # an adapter is read
         self._plan_due_s = 0.0  # until this time a plan for landed blocks is expected
         self.counters = Counters(links, runner, transfers, ranks)
 
@@ -61,12 +62,13 @@ class Worker:
                 self._has_chores = True
             elif busy or events:
                 self._wait_s, self._has_chores = CHORE_POLL_S, True
-            elif self._has_chores:
+            elif self._has_chores and not self._is_loading:  # each piece takes long, and adapters come first
                 self._has_chores = self._runner.idle()
                 self._wait_s = 0.0 if self._has_chores else IDLE_POLL_S
             else:
                 self._wait_s = IDLE_POLL_S
-            if self.session.is_loading_adapters():
+            self._is_loading = self.session.is_loading_adapters(is_idle=not busy)
+            if self._is_loading:
                 self._wait_s = min(self._wait_s, LOAD_POLL_S)
             self.step()
             if self._ranks is not None and self._ranks.failure:
@@ -107,6 +109,8 @@ class Worker:
             stored = self._runner.launch(plan)
             if stored and self._transfers is not None:
                 self._transfers.on_launched(plan, stored)
+        elif not self.session.plans and self._runner.join_step():
+            pass  # rows of other replicas went through the experts of this one
         elif not self._runner.in_flight:
             self.counters.idle()
             return

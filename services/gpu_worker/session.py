@@ -76,8 +76,11 @@ class SchedulerSession:
             for frame in frames:
                 self._links.answer(self._scheduler, frame)
 
-    def is_loading_adapters(self) -> bool:
-        """Answers for the adapters that were read since the last call. Returns whether more will be."""
+    def is_loading_adapters(self, *, is_idle: bool = False) -> bool:
+        """Answers for the adapters that were read since the last call. Returns whether more will be.
+
+        is_idle: no step is in flight, or waits.
+        """
         adapters = self._runner.adapters
         if adapters is None:
             return False
@@ -85,7 +88,7 @@ class SchedulerSession:
             self._drop_adapters(adapters)
         if not adapters.is_loading:
             return False
-        for done in adapters.poll():
+        for done in adapters.poll(is_idle=is_idle):
             if self._scheduler is not None and self._next > 0:
                 me = self._links.me.incarnation
                 loaded = AdapterLoaded(

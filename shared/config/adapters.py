@@ -1,6 +1,7 @@
 """The flags of adapters: what workers hold, which adapters a server begins with, and flags without an effect."""
 
 import os
+from collections.abc import Sequence
 
 import msgspec
 
@@ -46,8 +47,8 @@ def are_enabled(values: Values) -> bool:
     return any(values[name] for name in ENABLING)
 
 
-def worker_config(values: Values) -> LoraConfig | None:
-    """Returns a worker's limits; None without adapters. Raises ConfigError."""
+def worker_config(values: Values, given: Sequence[AdapterSource] = ()) -> LoraConfig | None:
+    """Returns a worker's limits; None without adapters. given: adapters of the start. Raises ConfigError."""
     if not are_enabled(values):
         return None
     most, in_memory = values.get("max-loras", int), values.maybe("max-cpu-loras", int)
@@ -63,6 +64,7 @@ def worker_config(values: Values) -> LoraConfig | None:
         extra_vocab_size=values.get("lora-extra-vocab-size", int),
         fully_sharded=values.get("fully-sharded-loras", bool),
         target_modules=[str(name) for name in values.get("lora-target-modules", list)],
+        with_experts=any(one.has_experts for one in given),
         long_factors=_long_factors(values),
     )
 

@@ -91,12 +91,20 @@ def model_length(config: dict[str, Any]) -> int | None:
     return _first_int(config, _LENGTH_KEYS)
 
 
+def num_experts(config: dict[str, Any]) -> int | None:
+    """Returns the number of experts of a layer. None: the model has no experts."""
+    return _first_int(_of_text(config), _EXPERTS_KEYS) or None
+
+
 def tokens_of_an_expert(config: dict[str, Any], num_tokens: int) -> float | None:
     """Returns how many of `num_tokens` an expert gets with even routing. None: the model has no experts."""
-    text = config.get("text_config")
-    config = config | text if isinstance(text, dict) else config
-    experts, top_k = _first_int(config, _EXPERTS_KEYS), _first_int(config, _TOP_K_KEYS)
+    experts, top_k = num_experts(config), _first_int(_of_text(config), _TOP_K_KEYS)
     return num_tokens * top_k / experts if experts and top_k else None
+
+
+def _of_text(config: dict[str, Any]) -> dict[str, Any]:
+    text = config.get("text_config")
+    return config | text if isinstance(text, dict) else config
 
 
 def _first_int(config: dict[str, Any], keys: tuple[str, ...]) -> int | None:

@@ -119,11 +119,6 @@ def worker_config(values: Values, role: KVRole | None, bus: BusConfig) -> KVTran
         if faults is not None:
             raise ConfigError(f"{values.where('pd-faults')}: this worker has no KV transfers; give it a role")
         return None
-    if (stages := values.get("pipeline-parallel-size", int)) > 1:
-        raise ConfigError(
-            f"{values.where('pipeline-parallel-size')} {stages}: a worker with several stages exchanges no KV blocks "
-            "with other workers yet"
-        )
     if values.get("calculate-kv-scales", bool):
         raise ConfigError(
             f"{values.where('calculate-kv-scales')}: workers exchange KV blocks only with equal scales, and each would "

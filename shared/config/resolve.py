@@ -44,7 +44,7 @@ from blockyard.shared.config.services.registry import RegistryConfig
 from blockyard.shared.config.services.scheduler import SchedulerConfig
 from blockyard.shared.config.services.tokenizer import TokenizerConfig
 from blockyard.shared.config.services.worker import USUAL_SEQS, WorkerConfig
-from blockyard.shared.config.worker_roles import WorkersOfRole
+from blockyard.shared.config.worker_roles import WorkersOfRole, num_expert_replicas
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import ModelSettings
 
@@ -244,7 +244,7 @@ def worker(of_role: WorkersOfRole, model: Checkpoint, process: ProcessConfig) ->
     worker_fields.check_kv_cache(values)
     worker_fields.check_ranks(values, model.config)
     fields, pooling = _fields(values, "worker"), worker_pooling_fields(values, model)
-    lora = adapters.worker_config(values)
+    lora = adapters.worker_config(values, model.adapters)
     overrides = config_overrides(values) if values["worker-cls"] == "mock" else quantized_overrides(values, model)
     fields["mock"]["vocab_size"] = fields["mock"]["vocab_size"] or model.config.get("vocab_size", 0)
     fields["mock"]["max_model_len"] = model_length(model.config) or MOCK_LENGTH
@@ -290,9 +290,16 @@ def workers(
         return [msgspec.structs.replace(config, gpu=0 if has_gpu and config.num_ranks > 1 else None)]
     made = [worker(each, model, process(f"{each.name} {i}")) for each in to_start for i in range(each.num_workers)]
     firsts = accumulate((config.num_ranks for config in made), initial=0)
+    together = num_expert_replicas(to_start, model)
     return [
-        msgspec.structs.replace(config, replicas=num, gpu=first if has_gpu else None)
-        for config, first in zip(made, firsts, strict=False)
+        msgspec.structs.replace(
+            config,
+            replicas=num,
+            gpu=first if has_gpu else None,
+            expert_replicas=together,
+            replica=i % together,
+        )
+        for i, (config, first) in enumerate(zip(made, firsts, strict=False))
     ]
 
 

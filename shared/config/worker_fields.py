@@ -190,11 +190,6 @@ def kv_on_gpu(values: Values) -> bool:
 def check_ranks(values: Values, config: Mapping[str, Any]) -> None:
     """Raises ConfigError for ranks of a worker that cannot be. config: of config.json."""
     size = values.get("tensor-parallel-size", int)
-    if values["enable-expert-parallel"] and values.get("data-parallel-size", int) > 1:
-        raise ConfigError(
-            f"{values.where('enable-expert-parallel')}: not built yet with --data-parallel-size above 1: experts are "
-            "spread over the ranks of one worker"
-        )
     backend, asked = values.where(EXECUTOR), executor(values)
     if asked == "external_launcher":
         raise ConfigError(f"{backend} external_launcher is for blockyard.LLM in a script under torchrun; use mp")

@@ -1,12 +1,18 @@
-"""The workers that `serve` starts: how many of each role, and the flags of each role."""
+"""The workers that `serve` starts: how many of each role, the flags of each role, and which share their experts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from blockyard.shared.architectures import find_architecture
 from blockyard.shared.config import kv_transfer
+from blockyard.shared.config.checkpoint import Checkpoint, num_experts
 from blockyard.shared.config.flags.roles import PER_ROLE, ROLE_NAMES
 from blockyard.shared.config.parsed_flags import Values
+from blockyard.shared.config.worker_fields import executor
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import KVRole
+
+EXPERTS, REPLICAS = "enable-expert-parallel", "data-parallel-size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +69,34 @@ def of_any_role(values: Values) -> list[Values]:
 
 def _of_role(values: Values, role: KVRole | None) -> Values:
     return values if role in (None, KVRole.BOTH) else values.of_role(role.value)
+
+
+def num_expert_replicas(to_start: Sequence[WorkersOfRole], model: Checkpoint) -> int:
+    """Returns how many workers have the experts together; 1: each worker has all of them, or the model has none.
+
+    Raises ConfigError for replicas that cannot be.
+    """
+    values = to_start[0].values
+    size, num = values.get(REPLICAS, int), num_experts(model.config)
+    if size == 1 or not values.get(EXPERTS, bool) or values["worker-cls"] == "mock" or not num:
+        return 1
+    where = f"{values.where(EXPERTS)} with {values.where(REPLICAS)} {size}"
+    if values["enable-lora"]:
+        raise ConfigError(f"{where}: {values.where('enable-lora')}: not built yet, a row's adapter does not go with it")
+    if values["enable-eplb"]:
+        raise ConfigError(f"{where}: {values.where('enable-eplb')}: not built yet, experts move within one worker")
+    if len(to_start) > 1 or to_start[0].num_workers != size:
+        raise ConfigError(f"{where}: workers of --prefill-workers and --decode-workers have all experts each")
+    if executor(values) == "ray":
+        raise ConfigError(f"{where}: replicas are processes of one machine, and Ray does not start them")
+    if values["model-impl"] == "transformers" or not _is_known(model):
+        raise ConfigError(f"{where}: not built for models that run by their class in transformers")
+    ranks = size * values.get("tensor-parallel-size", int)
+    if num < ranks:
+        raise ConfigError(f"{where}: {num} experts cannot be on {ranks} ranks")
+    return size
+
+
+def _is_known(model: Checkpoint) -> bool:
+    names = model.config.get("architectures")
+    return not isinstance(names, list) or find_architecture(names) is not None

@@ -16,22 +16,25 @@ LENGTH_BYTES = 8  # of a safetensors file, before its header
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors library has it
 
 
-def check_folder(folder: Path, max_rank: int) -> None:
+def check_folder(folder: Path, max_rank: int) -> bool:
     """Checks what can be told without the model and without reading the weights. Raises AdapterError.
 
-    max_rank: of a module. Stacks of experts are left to the worker, which knows how many experts there are.
+    max_rank: of a module. Stacks of experts are left to the worker, which knows how many experts there are. Returns
+    whether the adapter may change experts: of a .bin file it is not known.
     """
     _, parsed = read_config(folder)
     path = weights_file(folder)
     if path.name != SAFETENSORS:
-        return
-    for name, entry in _read_header(path).items():
+        return True
+    entries = _read_header(path)
+    for name, entry in entries.items():
         ending = next((one for one in A_ENDINGS if name.endswith(one)), None)
         if ending is None or not entry.shape:
             continue
         rank, module = entry.shape[0], name.removeprefix(PREFIX).removesuffix(ending)
         if rank > max_rank and rank == parsed.config.rank_of(module):
             raise AdapterError(f"{path}: rank {rank} for {module}; --max-lora-rank is {max_rank}")
+    return any(".experts." in name for name in entries)
 
 
 class HeaderTensor(msgspec.Struct):

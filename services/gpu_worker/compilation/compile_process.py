@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 # These import the modules of all kernels of a step, which are looked up by name.
 from blockyard.kernels.all_reduce import sum_ranks
-from blockyard.kernels.lora import add_adapters, add_to_heads
+from blockyard.kernels.lora import adapt_embeddings, add_adapters, add_to_heads, replace_logits
 from blockyard.kernels.quantized import unpack_blocks
 from blockyard.services.gpu_worker.execution.cuda import cuda_steps, pooled_attention
 from blockyard.services.gpu_worker.layers import triton_ops
@@ -29,7 +29,8 @@ from blockyard.services.gpu_worker.linear_tuning import tuner as linear_tuning
 from blockyard.shared.process.settings import end
 
 LOADED = (
-    *(add_adapters, add_to_heads, cuda_steps, exact_product, grouped_experts, linear_tuning, pooled_attention),
+    *(adapt_embeddings, add_adapters, add_to_heads, replace_logits),
+    *(cuda_steps, exact_product, grouped_experts, linear_tuning, pooled_attention),
     *(sum_ranks, triton_ops, unpack_blocks),
 )
 # Errors of compilers. The worker then compiles the kernel itself and reports the details.

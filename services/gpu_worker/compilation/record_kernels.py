@@ -6,6 +6,7 @@ kernels run, on zeros.
 
 import hashlib
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -67,7 +68,7 @@ def compile_kernels(
 
 def _key(model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, num_eos: int, config: WorkerConfig) -> str:
     """A hash of everything that selects kernels of steps, except linear layers: their tuner compiles its own."""
-    flags = (type(model).__name__, config.graph_sizes, config.run_ahead_penalties, config.fused_steps)
+    flags = (type(model).__name__, config.graph_sizes, config.run_ahead_penalties, config.fused_steps, config.lora)
     weights = [(name, place.shape, place.target.dtype) for name, place in model.table.places.items()]
     facts = (triton.__version__, torch.__version__, model.shape, model.table.dtype, kv_dtype, need, num_eos, flags)
     digest = hashlib.sha256(repr((facts, weights)).encode())  # weights tell which norms and gates the layers have
@@ -87,33 +88,40 @@ def _launch_steps(model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, num_e
         eos_token_ids=list(range(num_eos)),
         graph_sizes=config.graph_sizes,
         logits_edits=config.run_ahead_penalties,
+        num_extra_tokens=0 if config.lora is None else config.lora.extra_vocab_size,
+        serves_adapters=config.lora is not None,
         masks=SlotMasks.unused(num_mask_slots(need.max_num_seqs), model.shape.vocab_size, device),
     )
     steps = DecodeSteps(model, pool, settings, ops)
     if not need.batch_invariant:
         prefill_kernels.compile_prefills(pool, model.table.dtype)
-    output = steps.forward(DecodeSize(steps.capacity, short_context=False))
+    plain = DecodeSize(steps.capacity, short_context=False)
+    output = steps.forward(plain)
+    adapted = steps.forward(replace(plain, is_adapted=True)) if settings.serves_adapters else output
     for size in steps.sizes:
         for needs_processing in SAMPLE_VARIANTS:
-            steps.sample(size, output.first(size.rows), needs_processing)
+            steps.sample(size, (adapted if size.is_adapted else output).first(size.rows), needs_processing)
     for size in steps.sizes:
-        steps.forward(size)
-    for descriptor in _descriptors(steps, most):
+        if not size.is_adapted or size.rows == 1 or model.experts():  # kernels of adapters do not depend on the rows
+            steps.forward(size)
+    for descriptor in _descriptors(steps, most, settings.serves_adapters):
         words = torch.empty(sum(descriptor.parts), dtype=torch.int64)
         write_padding(words, descriptor)
         step = PrefillStep(steps, descriptor, words.to(device))
         sampler_input = step.forward()
         for needs_processing in SAMPLE_VARIANTS:
             step.sample(sampler_input, needs_processing)
+    model.adapter_rows.end()
     if not config.run_ahead_penalties:  # otherwise sampling has launched this kernel
         prompts = DevicePromptLogprobs(model, ops.gather_logprobs, device)
         prompts.compute_logits([ScoredPrompt(0, 0, 1, np.zeros(1, np.int64), 1)], output.logits)
 
 
-def _descriptors(steps: DecodeSteps, most: int) -> list[BatchDescriptor]:
-    """Sizes of graphs, and of the prompts of `warm_up`."""
+def _descriptors(steps: DecodeSteps, most: int, serves_adapters: bool) -> list[BatchDescriptor]:
+    """Sizes of graphs, and of the prompts of `warm_up`, also with adapters."""
     alone = [
         BatchDescriptor(0, num_tokens, 1, steps.padded_num_seqs(1))
         for num_tokens in (*(n for n in LENGTHS if n < most), most)
     ]
-    return [*alone, *descriptors(steps.capacity, most, steps.padded_num_seqs)]
+    with_adapters = [replace(one, is_adapted=True) for one in alone] if serves_adapters else []
+    return [*alone, *with_adapters, *descriptors(steps.capacity, most, steps.padded_num_seqs)]

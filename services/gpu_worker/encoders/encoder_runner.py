@@ -79,6 +79,9 @@ class EncoderRunner:
     def can_launch(self) -> bool:
         return len(self._flights) < (MOST_IN_FLIGHT if self._runs_ahead else 1)
 
+    def join_step(self) -> bool:
+        return False  # it has no experts of others
+
     def idle(self) -> bool:
         return False
 

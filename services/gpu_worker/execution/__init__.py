@@ -5,6 +5,7 @@
 - `cpu_steps.CpuSteps` computes a step before its launch returns. The host's table of slots is the state that it reads,
   so no state on a device has to be gathered and advanced beside it.
 - `pooled_steps.PooledSteps` computes steps of decoders with pooled hidden states: no row is sampled.
+- `replica_steps.ReplicaSteps`: a step is launched once all replicas that have the experts together know its size.
 - `packed_graphs.PackedGraphs`: CUDA graphs of small steps of models without KV.
 - `text_threads.TextThreads` divides the texts of such a step among threads of the CPU.
 - `device_slots.DeviceSlots`: tracks the state of the slots on the device. `device_writes` collects what plans change,

@@ -16,7 +16,7 @@ from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuil
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.execution.device_loop import LaunchedStep, StepRequest
 from blockyard.services.gpu_worker.execution.device_slots import SLOTS, DeviceSlots
-from blockyard.services.gpu_worker.host_link import CompletedEvent, put
+from blockyard.services.gpu_worker.host_link import CompletedEvent, SameMemory, put
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.pooling.chunks import PooledChunk
@@ -72,7 +72,7 @@ class PooledSteps:
         self.runs_ahead = model.table.link.copies
         self.most_in_flight = 2 if self.runs_ahead else 1
         state = SlotState.make(SLOTS * self.capacity, self.capacity, 0, HOST)
-        self.slots = DeviceSlots(state, SLOTS * self.capacity, geometry.vocab_size, [], model.table.link)
+        self.slots = DeviceSlots(state, SLOTS * self.capacity, geometry.vocab_size, [], SameMemory())
         self._owners: dict[int, int] = {}  # by slot, of sequences that have begun
 
     def reset(self) -> None:

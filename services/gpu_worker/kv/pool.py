@@ -60,6 +60,7 @@ class KVPool:
         self.mirror: PoolMirror | None = None  # None: one rank has the whole blocks
         self.dtype = dtype
         self.scales = torch.ones((shape.num_layers, 2), device=device) if dtype in FP8_MAX else None
+        self.model_scales: Tensor | None = None  # of a pipeline stage: those of all layers of the model
         self.scales_pending = False
         scales = [None] * shape.num_layers if self.scales is None else self.scales.unbind()
         rules = [replace(it.rules, kv_scales=own) for it, own in zip(shape.attention, scales, strict=True)]

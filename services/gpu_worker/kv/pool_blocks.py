@@ -26,22 +26,23 @@ class RankBlocks:
 
     @property
     def layout(self) -> BlockLayout | None:
-        pool, shape = self._pool, self._pool.shape
+        pool, shape, of_model = self._pool, self._pool.shape, self._pool.shape.of_model
         if pool.scales_pending:
             return None
-        scales = b"" if pool.scales is None else hashlib.sha256(pool.scales.cpu().numpy().tobytes()).digest()
-        runs = [(layers, kept, shape.attention[layers.start]) for layers, kept in shape.runs]
+        scales = pool.scales if pool.model_scales is None else pool.model_scales
+        runs = [(layers, kept, of_model.attention[layers.start]) for layers, kept in of_model.runs]
         heads = tuple((one.first_kv_head, one.first_kv_head + one.kv_heads) for _, _, one in runs)
+        is_part = shape.num_layers < of_model.num_layers or any(one.model_kv_heads for _, _, one in runs)
         return BlockLayout(
             runs=tuple(
                 LayerRun(len(layers), one.model_kv_heads or heads, size, planes)
                 for layers, (planes, heads, size), one in runs
             ),
-            part=LayoutPart(0, shape.num_layers, heads) if any(one.model_kv_heads for _, _, one in runs) else None,
+            part=LayoutPart(shape.first_layer, shape.num_layers, heads) if is_part else None,
             block_size=pool.block_size,
             dtype=str(pool.dtype).removeprefix("torch."),
             dtype_bytes=pool.dtype.itemsize,
-            scales=scales,
+            scales=b"" if scales is None else hashlib.sha256(scales.cpu().numpy().tobytes()).digest(),
         )
 
     def begin_send(self, transfer: int, blocks: list[int]) -> None:

@@ -1,5 +1,6 @@
 """Finds the scales of a KV cache in 8 bits: from the checkpoint, a file, or the first prompt of a request."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -97,9 +98,11 @@ def read_scales(file: Path, scales: Tensor, first_layer: int, num_layers: int) -
     scales.copy_(values[:, None].expand(-1, 2))
 
 
-def set_pool_scales(pool: KVPool, scales: Tensor, config: WorkerConfig, first_layer: int = 0) -> list[str]:
-    """Sets the scales of a pool in 8 bits. scales: of the checkpoint. first_layer: of a pipeline stage. Returns notes.
-    Raises LoadError."""
+def set_pool_scales(
+    pool: KVPool, scales: Tensor, config: WorkerConfig, largest: Callable[[Tensor], Tensor] | None = None
+) -> list[str]:
+    """Sets the scales of a pool in 8 bits. scales: of the checkpoint. largest: of the ranks of all pipeline stages,
+    which call it, see `RankGroup.largest`; None: there is one stage. Returns notes. Raises LoadError."""
     if pool.scales is None:
         return []
     kind = str(pool.dtype).removeprefix("torch.")
@@ -107,9 +110,13 @@ def set_pool_scales(pool: KVPool, scales: Tensor, config: WorkerConfig, first_la
         pool.measure_next_prefill()
         return [f"KV scales: {kind}, from the first prompt of more than one token"]
     if config.kv_scales_path is not None:
-        read_scales(Path(config.kv_scales_path), scales, first_layer, len(pool.shape.windows))
+        read_scales(Path(config.kv_scales_path), scales, pool.shape.first_layer, len(pool.shape.windows))
     pool.set_scales(scales)
     _check(scales)
+    if largest is not None:
+        of_model = torch.zeros(len(pool.shape.windows), 2, device=pool.device)
+        of_model[pool.shape.first_layer :][: len(scales)] = pool.scales
+        pool.model_scales = largest(of_model)  # a scale is above 0
     source = config.kv_scales_path or "the checkpoint"
     if bool((scales == 1).all()):
         source = f"1, {source} has no others"

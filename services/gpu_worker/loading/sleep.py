@@ -63,6 +63,9 @@ class SleepingRunner:
     def can_launch(self) -> bool:
         return self._awake().can_launch()
 
+    def join_step(self) -> bool:
+        return not self.level and self._awake().join_step()
+
     def idle(self) -> bool:
         return not self.level and self._awake().idle()
 

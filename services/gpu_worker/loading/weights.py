@@ -15,6 +15,7 @@ from blockyard.services.gpu_worker.loading.linear_spec import Arrange
 from blockyard.services.gpu_worker.loading.tensor_groups import Convert, StoredTensor, TensorGroup
 from blockyard.services.gpu_worker.loading.tensor_headers import TensorHeaders
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
+from blockyard.services.gpu_worker.parallel.replicas import ExpertExchange
 from blockyard.services.gpu_worker.parallel.shares import WHOLE, Shard
 from blockyard.services.gpu_worker.parallel.stages import Stage
 from blockyard.shared.errors import LoadError
@@ -96,6 +97,8 @@ class WeightTable:
         self.stage: Stage | None = None  # None: the model has all layers
         self.whole: WeightTable | None = None  # of the declared model with all layers, if there are stages
         self.spreads_experts = False  # a rank has some experts whole, and not a share of each
+        self.replica = WHOLE  # this worker among those that have the experts together
+        self.exchange: ExpertExchange | None = None  # with their ranks; None: there is one, or the model is declared
         self.moves_experts = False  # these are moved by their loads
         self.headers = TensorHeaders()  # of the checkpoint, if it is quantized
         self.link: HostLink = SameMemory()  # of `device`, to host memory
@@ -362,8 +365,9 @@ class WeightTable:
             if name.startswith((prefix, f"model.{prefix}")):
                 names.add(name)
                 return False
-        if self.whole is not None and self.whole.wants(name):
-            return False  # of another stage
+        if self.whole is not None:
+            self.whole.wants(name)  # raises if no stage has it
+            return False
         raise LoadError(f"the checkpoint has a weight that the model does not: {name}")
 
     def put(self, name: str, value: Tensor) -> None:

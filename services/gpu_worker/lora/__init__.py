@@ -7,6 +7,7 @@
   `worker_adapters` the second in pieces between steps, which gives a `HostAdapter`.
 - `places.AdapterPlaces` adapts a model's layers (`Linear.adapt`, `UpProjection.adapt`) and holds an
   adapter in each of its places.
+- `device`: places in the memory of a device, and the products there.
 - `token_rows`: what it changes of embedding and head beside that.
 - `ranks`: which part of an adapter a rank of several has, and how all ranks load and place the same ones.
 - `cpu_products` adds the products of adapters on the CPU, `cpu_head_products` those of latent attention,

@@ -93,14 +93,14 @@ class CpuPlaces:
     def size_bytes(self) -> int:
         return 0
 
-    def prepare(self, adapter: HostAdapter) -> Generator[None, None, HostAdapter]:
+    def prepare(self, adapter: HostAdapter) -> Generator[bool, None, HostAdapter]:
         joined: dict[int, JoinedDeltas] = {}
         for index, deltas in adapter.deltas.items():
             if index < len(self._linears):
                 between = self._ranks.sum if self._ranks is not None and self._shares[index].sums_between else None
                 batch_invariant = self._linears[index].is_batch_invariant
                 joined[index] = JoinedDeltas(deltas, batch_invariant=batch_invariant, sum_of_ranks=between)
-                yield
+                yield True
         return replace(adapter, joined=joined)
 
     def put(self, place: int, adapter: HostAdapter) -> None:

@@ -34,6 +34,7 @@ ENDINGS = {
     ADDED: "added",
 }
 OF_TOKENS = ("token_a", "token_b", "token_rows", "weight", "added")
+EXPERTS = "experts"  # last part of the name of a stack
 STACK_SUFFIX = ".base_layer"  # of a module of which PEFT adapts two parameters
 STACKED = ("gate_up_proj", "down_proj")  # names of parameters that are stacks of experts
 MAX_NAMED = 5  # tensors in one message
@@ -135,7 +136,7 @@ def _make(config: AdapterConfig, module: str) -> ModuleTensors:
     if not config.targets(module) and config.targets_parameter(f"{module}.weight"):
         return ModuleTensors(module, config.scale_of(f"{module}.weight"))
     stack = module.removesuffix(STACK_SUFFIX)
-    is_stack = stack.endswith(".experts") and any(config.targets_parameter(f"{stack}.{name}") for name in STACKED)
+    is_stack = last_name(stack) == EXPERTS and any(config.targets_parameter(f"{stack}.{name}") for name in STACKED)
     return ModuleTensors(module, config.scale_of(module), is_stack=is_stack)
 
 
@@ -179,6 +180,11 @@ def _check_tokens(config: AdapterConfig, own: ModuleTensors) -> None:
             raise AdapterError(f"lora_embedding_A and B of {own.name} have the shapes {shapes}; its rank is {rank}")
     if own.token_rows is not None and len(own.token_rows) != (number := len(config.tokens_of(own.name))):
         raise AdapterError(f"{own.name} has {len(own.token_rows)} trained rows; trainable_token_indices names {number}")
+
+
+def target_name(module: ModuleTensors) -> str:
+    """The last part of the name, of a stack that of its experts."""
+    return last_name(module.name.removesuffix(STACK_SUFFIX) if module.is_stack else module.name)
 
 
 def _ends(module: str, name: str) -> bool:

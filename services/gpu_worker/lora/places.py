@@ -4,8 +4,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from torch import Tensor
-
+from blockyard.services.gpu_worker.lora.device.packed_adapter import PackedAdapter
 from blockyard.services.gpu_worker.lora.joined_deltas import JoinedDeltas
 from blockyard.services.gpu_worker.lora.targets import Delta
 from blockyard.services.gpu_worker.lora.token_rows import TokenDeltas
@@ -25,7 +24,7 @@ class HostAdapter:
     long_factor: int = 1  # of the context, and of positions in rotations
     max_len: int = 0  # tokens of its longest sequence; 0: as without it
     added_texts: Sequence[AddedToken] | None = None  # of its own tokenizer; None: prompts are the model's tokenizer's
-    memory: Tensor | None = None  # that all matrices are views of, if they are copied to a device
+    packed: PackedAdapter | None = None  # what a device copies, in the place of deltas and rows
 
     @property
     def num_added(self) -> int:
@@ -34,6 +33,8 @@ class HostAdapter:
 
     @property
     def size_bytes(self) -> int:
+        if self.packed is not None:
+            return self.packed.size_bytes
         found = sum(one.nbytes for deltas in self.deltas.values() for delta in deltas for one in delta.tensors())
         return found + (0 if self.tokens is None else sum(one.nbytes for one in self.tokens.tensors()))
 
@@ -47,8 +48,9 @@ class AdapterPlaces(Protocol):
     def size_bytes(self) -> int:
         """Memory of the device."""
 
-    def prepare(self, adapter: HostAdapter) -> Generator[None, None, HostAdapter]:
-        """Moves an adapter to the host memory that `put` takes, in pieces between steps. Raises AdapterError."""
+    def prepare(self, adapter: HostAdapter) -> Generator[bool, None, HostAdapter]:
+        """Moves an adapter to the host memory that `put` takes, in pieces between steps. Yields whether the next piece
+        can be computed now, or waits for a thread. Raises AdapterError."""
 
     def put(self, place: int, adapter: HostAdapter) -> None:
         """The adapter of the plans that are launched from here on. No step in flight reads the place."""

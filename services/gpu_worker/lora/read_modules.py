@@ -7,7 +7,7 @@ import torch
 
 from blockyard.services.gpu_worker.lora.adapter_files import read_folder
 from blockyard.services.gpu_worker.lora.added_tokens.tokenizer_check import AdapterTexts
-from blockyard.services.gpu_worker.lora.module_tensors import ModuleTensors, group_tensors, last_name
+from blockyard.services.gpu_worker.lora.module_tensors import ModuleTensors, group_tensors, target_name
 from blockyard.shared.errors import AdapterError
 from blockyard.shared.lora.adapter_config import MAX_RANK, AdapterConfig
 
@@ -21,6 +21,7 @@ class AdapterLimits:
     with_bias: bool = True
     max_rows: int = 256  # that an adapter may replace, of embedding and of head
     target_modules: tuple[str, ...] = ()  # last parts of module names that adapters may change; empty: all
+    with_experts: bool = True  # without `target_modules`, adapters on a device may change experts
     fully_sharded: bool = False  # see `LayerShare`
     tokenizer_path: str = ""  # of the model's tokenizer; empty: those of adapters are not read
 
@@ -53,6 +54,6 @@ def _check_limits(module: ModuleTensors, limits: AdapterLimits) -> None:
     a = module.token_a if module.a is None else module.a
     if a is not None and not module.is_stack and a.shape[0] > limits.max_rank:
         raise AdapterError(f"the adapter has rank {a.shape[0]} for {module.name}; --max-lora-rank is {limits.max_rank}")
-    if limits.target_modules and last_name(module.name) not in limits.target_modules:
+    if limits.target_modules and target_name(module) not in limits.target_modules:
         allowed = ", ".join(limits.target_modules)
         raise AdapterError(f"the adapter changes {module.name}; --lora-target-modules allows {allowed}")

@@ -8,6 +8,7 @@ import torch
 
 from blockyard.services.gpu_worker.child_processes.frame_socket import FrameSocket
 from blockyard.services.gpu_worker.child_processes.start import ADAPTER_READER, Child, start_child
+from blockyard.services.gpu_worker.cores import usable_cores
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, ReadModules
 from blockyard.services.gpu_worker.lora.read_prompt import PromptLimits, ReadPrompt
 from blockyard.services.gpu_worker.lora.reader_frames import (
@@ -24,10 +25,12 @@ from blockyard.services.gpu_worker.lora.reader_frames import (
 log = logging.getLogger(__name__)
 
 MOST_DEATHS = 3  # an adapter whose reader ended so often is refused
+MOST_THREADS = 4
+CORES_OF_THREAD = 4  # steps and other processes come first
 
 
 class AdapterReader(Protocol):
-    """Reads folders beside the steps, one at a time."""
+    """Reads folders beside the steps."""
 
     def ask(self, job: int, path: str, *, is_prompt: bool = False) -> None:
         """Begins to read a folder. job: a number that was not used before. is_prompt: it has a prompt adapter."""
@@ -43,7 +46,11 @@ class AdapterReader(Protocol):
 
 
 class ReaderProcess:
-    """Implements `AdapterReader` by a process. What it was asked for when it ended is asked of the next one."""
+    """Implements `AdapterReader` by a process, which reads several folders at a time.
+
+    What it was asked for when it ended is asked of the next one, which reads one at a time: then it is known which
+    folder ends it.
+    """
 
     def __init__(self, limits: AdapterLimits, child: Child | None = None, prompts: PromptLimits | None = None) -> None:
         """child: one that is already started; None: starts one. prompts: None: it reads no prompt adapters."""
@@ -53,9 +60,9 @@ class ReaderProcess:
             of_prompts = PromptSettings(prompts.max_tokens, prompts.width, str(prompts.dtype).removeprefix("torch."))
         targets = list(limits.target_modules)
         self._settings = ReaderSettings(
-            dtype, limits.max_rank, limits.with_bias, targets, of_prompts, limits.tokenizer_path
+            dtype, limits.max_rank, limits.with_bias, targets, of_prompts, limits.tokenizer_path, reader_threads()
         )
-        self._asked: dict[int, ReadFolder] = {}  # by job, in order: the process reads the first
+        self._asked: dict[int, ReadFolder] = {}  # by job, in order: a process with one thread reads the first
         self._deaths: dict[int, int] = {}  # by job
         self._read: list[tuple[int, ReadModules | str]] = []  # not received yet
         self._read_prompts: list[tuple[int, ReadPrompt | str]] = []
@@ -133,6 +140,11 @@ class ReaderProcess:
             self._deaths[asked.job] = deaths = self._deaths.get(asked.job, 0) + 1
             if deaths >= MOST_DEATHS:
                 self._refuse(asked.job, f"{asked.path}: the process that reads it has ended {deaths} times")
+        self._settings = msgspec.structs.replace(self._settings, threads=1)
         self._use(start_child(ADAPTER_READER))
         for asked in self._asked.values():
             self._frames.send(asked)
+
+
+def reader_threads() -> int:
+    return min(max(usable_cores() // CORES_OF_THREAD, 1), MOST_THREADS)

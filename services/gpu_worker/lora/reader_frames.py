@@ -33,6 +33,7 @@ class ReaderSettings(ControlFrame, frozen=True):
     target_modules: list[str]
     prompts: PromptSettings | None = None  # None: no prompt adapter is read
     tokenizer_path: str = ""  # of the model's tokenizer; empty: those of adapters are not read
+    threads: int = 1  # that read folders
 
 
 class ReadFolder(ControlFrame, frozen=True):

@@ -1,17 +1,20 @@
 """Reads adapters beside a worker: `python -m blockyard.services.gpu_worker.lora.reader_process SOCKET PARENT`.
 
-SOCKET is an inherited descriptor, PARENT the process id of the worker. It reads, checks and converts one adapter at a
-time, so that files and conversions delay no step, and ends with the worker. What depends on the model is left to the
-worker.
+SOCKET is an inherited descriptor, PARENT the process id of the worker. It reads, checks and converts adapters, so that
+files and conversions delay no step, and ends with the worker. What depends on the model is left to the worker. Several
+threads read a folder each: files, digests, copies and conversions hold no lock of the interpreter.
 """
 
+import contextlib
 import logging
 import os
 import select
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 import msgspec
 import torch
@@ -34,7 +37,7 @@ from blockyard.services.gpu_worker.lora.reader_frames import (
     store_modules,
 )
 from blockyard.shared.errors import AdapterError
-from blockyard.shared.process.settings import die_with
+from blockyard.shared.process.settings import die_with, end
 
 log = logging.getLogger(__name__)
 
@@ -49,24 +52,59 @@ def main(arguments: list[str]) -> None:
     os.nice(NICENESS)
     torch.set_num_threads(1)
     serve(FrameSocket(socket.socket(fileno=sock_fd), msgspec.msgpack.Decoder(ToReader)))
+    end(0)  # threads may be in the middle of a folder
 
 
 def serve(frames: FrameSocket[ToReader]) -> None:
     """Answers until the worker has closed the socket."""
-    limits: AdapterLimits | None = None
-    prompts: PromptLimits | None = None
-    check: TokenizerCheck | None = None
+    threads = ReaderThreads()
     while frames.is_open:
-        select.select([frames.sock], [frames.sock] if frames.has_unsent else [], [])
+        sock = frames.sock.fileno()
+        select.select([sock, threads.wakes], [sock] if frames.has_unsent else [], [])
         for frame in frames.receive():
             if isinstance(frame, ReaderSettings):
-                limits, prompts = limits_of(frame), prompt_limits_of(frame)
-                check = TokenizerCheck(frame.tokenizer_path) if frame.tokenizer_path else None
+                threads.start(frame)
             elif isinstance(frame, MemoryMapped):
                 os.close(frame.descriptor)
             elif isinstance(frame, ReadFolder):
-                assert limits is not None
-                frames.send(answer(frame, limits, prompts, check))
+                threads.ask(frame)
+        for found in threads.take():
+            frames.send(found)
+
+
+class ReaderThreads:
+    """Threads that read folders. All methods are the main thread's."""
+
+    def __init__(self) -> None:
+        self.wakes = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable when `take` has something
+        self._asked: SimpleQueue[ReadFolder] = SimpleQueue()
+        self._answers: SimpleQueue[FromReader] = SimpleQueue()
+
+    def start(self, settings: ReaderSettings) -> None:
+        """Call it before the first `ask`."""
+        check = TokenizerCheck(settings.tokenizer_path) if settings.tokenizer_path else None
+        columns = limits_of(settings), prompt_limits_of(settings), check
+        for _ in range(settings.threads):
+            threading.Thread(target=self._read, args=columns, daemon=True).start()
+
+    def ask(self, folder: ReadFolder) -> None:
+        self._asked.put(folder)
+
+    def take(self) -> list[FromReader]:
+        """Returns the answers that are there."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.wakes)
+        found: list[FromReader] = []
+        with contextlib.suppress(Empty):
+            while True:
+                found.append(self._answers.get_nowait())
+        return found
+
+    def _read(self, limits: AdapterLimits, prompts: PromptLimits | None, check: TokenizerCheck | None) -> None:
+        torch.set_num_threads(1)  # of this thread
+        while True:
+            self._answers.put(answer(self._asked.get(), limits, prompts, check))
+            os.eventfd_write(self.wakes, 1)
 
 
 def limits_of(frame: ReaderSettings) -> AdapterLimits:

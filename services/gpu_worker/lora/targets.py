@@ -11,6 +11,7 @@ from blockyard.services.gpu_worker.layers.embedding import HEAD
 from blockyard.services.gpu_worker.layers.latent.up_projection import UpProjection
 from blockyard.services.gpu_worker.layers.linear import Linear, Product
 from blockyard.services.gpu_worker.layers.long_rotations import FLAG
+from blockyard.services.gpu_worker.layers.moe.expert_matrices import AdaptableExpert
 from blockyard.services.gpu_worker.loading.checkpoint_names import bare
 from blockyard.services.gpu_worker.loading.linear_spec import MatrixPart, Split
 from blockyard.services.gpu_worker.lora.module_tensors import STACK_SUFFIX, STACKED, ModuleTensors, is_finite, listed
@@ -61,12 +62,14 @@ class Delta:
         yield from (one for one in (self.a, self.b, self.bias) if one is not None)
 
 
-AdaptedLayer = Linear | UpProjection
+AdaptedLayer = Linear | UpProjection | AdaptableExpert
 
 
 def adapted_layers(model: Model) -> list[AdaptedLayer]:
     """The layers that adapters may change. Deltas name them by their index."""
-    return [*model.linears(), *model.adaptable.up_projections]
+    matrices = (matrix for experts in model.experts() for matrix in experts.matrices())
+    experts = (one for matrix in matrices for one in matrix.experts())
+    return [*model.linears(), *model.adaptable.up_projections, *experts]
 
 
 def layer_shares(model: Model, *, fully_sharded: bool = False) -> list[LayerShare]:
@@ -97,7 +100,7 @@ class ModelTargets:
                     self._targets[_key(one.name)] = Target(one.name, layer, one, index, adapted.spec.in_features)
             if (found := EXPERT.match(_key(adapted.spec.parts[0].name))) is not None:
                 self._experts.setdefault(found["stack"], []).append((int(found["number"]), layer))
-        self._all = set(self._targets) if whole is None else _names_of(whole, model)
+        self._all = set(self._targets) if whole is None else _names_of(whole)
         self._num_experts: dict[str, int] = {}
         for found in filter(None, map(EXPERT.match, self._all)):
             number = int(found["number"]) + 1
@@ -123,11 +126,11 @@ class ModelTargets:
 
     def names(self) -> list[str]:
         """Of all ranks."""
-        return [*self._all, *self.tokens.names()]
+        return [*self._all, *self._num_experts, *self.tokens.names()]
 
     def arrange(
         self, modules: Sequence[ModuleTensors], dtype: torch.dtype, config: AdapterConfig, max_rank: int = MAX_RANK
-    ) -> Generator[None, None, dict[int, list[Delta]]]:
+    ) -> Generator[bool, None, dict[int, list[Delta]]]:
         """Returns the deltas of each layer by its index, in `dtype`, one matrix at a time. Raises AdapterError.
 
         max_rank: of one expert of a stack. Modules of layers that other ranks have are left to them.
@@ -139,12 +142,12 @@ class ModelTargets:
             if module.is_stack:
                 for layer, delta in self._stack_deltas(module, dtype, config, max_rank):
                     found.setdefault(layer, []).append(delta)
-                    yield
+                    yield True
                 continue
             target = self.find(module.name)
             if target is not None and (own := self._delta(target, module, dtype)) is not None:
                 found.setdefault(target.layer, []).append(own)
-            yield
+            yield True
         return found
 
     def _has(self, module: ModuleTensors) -> bool:
@@ -200,7 +203,10 @@ class ModelTargets:
         def own_rows(values: Tensor) -> Tensor:
             return share.cut_rows(in_order(one, values.float()), index)
 
-        b = None if module.b is None else (own_rows(module.b) * module.scale).to(dtype).contiguous()
+        b = None if module.b is None else share.cut_rows(in_order(one, module.b), index)
+        if b is not None and (module.scale != 1.0 or b.dtype != dtype):
+            b = b.float() * module.scale
+        b = None if b is None else b.to(dtype).contiguous()
         bias = None
         if module.b_bias is not None and share.has_bias:
             bias = own_rows(module.b_bias) * module.scale
@@ -208,7 +214,8 @@ class ModelTargets:
             other = own_rows(module.bias) - own
             bias = other if bias is None else bias + other
         a = None if module.a is None else share.cut_a(module.a).to(dtype).contiguous()
-        _check_finite(module, dtype, a, b)
+        if any(one is not None and one.dtype != dtype for one in (module.a, module.b)):  # else it has been checked
+            _check_finite(module, dtype, a, b)
         if b is None and bias is None:
             return None
         bias = None if bias is None else bias.to(dtype).contiguous()
@@ -253,18 +260,14 @@ class ModelTargets:
         return slice(share.starts[target.index], share.starts[target.index] + share.sizes[target.index])
 
 
-def _names_of(whole: Model, own: Model) -> set[str]:
-    """The modules of all ranks. Experts are none, where those of this rank are no layers that adapters may change."""
-    without = set[int]()
-    if own.experts() and not any(experts.linears() for experts in own.experts()):
-        without = {id(linear) for experts in whole.experts() for linear in experts.linears()}
-    parts = (one for layer in adapted_layers(whole) if id(layer) not in without for one in layer.spec.parts)
-    return {_key(one.name) for one in parts if one.name}
+def _names_of(whole: Model) -> set[str]:
+    """The modules of all ranks."""
+    return {_key(one.name) for layer in adapted_layers(whole) for one in layer.spec.parts if one.name}
 
 
 def _product(layer: AdaptedLayer) -> Product:
     """The product of the model itself, without adapters."""
-    return layer.product if isinstance(layer, UpProjection) else layer.method.apply
+    return layer.method.apply if isinstance(layer, Linear) else layer.product
 
 
 def _shape(layer: AdaptedLayer) -> tuple[int, int]:

@@ -4,7 +4,6 @@ import itertools
 import logging
 import time
 import weakref
-from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,10 +19,10 @@ log = logging.getLogger(__name__)
 
 PIECES_S = 0.001  # of each poll, or more behind a long step; one piece may take longer
 PIECES_SHARE = 0.05  # of the time since the last poll ...
-MOST_PIECES_S = 0.01  # ... up to this
+MOST_PIECES_S = 0.01  # ... up to this, or always if no step waits
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Arranged:
     """An adapter that is read and not arranged yet."""
 
@@ -31,12 +30,12 @@ class _Arranged:
     adapter: int
     path: str
     notes: list[str]
-    pieces: Generator[None, None, HostAdapter]
+    pieces: Generator[bool, None, HostAdapter]
 
 
 def arrange_modules(
     read: ReadModules, targets: ModelTargets, limits: AdapterLimits
-) -> Generator[None, None, HostAdapter]:
+) -> Generator[bool, None, HostAdapter]:
     """Brings an adapter into the order of a model's products, module by module. Raises AdapterError."""
     added = targets.tokens.cut_added(read.modules, read.config, limits.max_rows)
     modules = [module for module in read.modules if module.tensors()]
@@ -77,7 +76,7 @@ class WorkerAdapters:
         self._held: dict[int, HostAdapter] = {}  # by the scheduler's number
         self._asked: dict[int, tuple[int, str]] = {}  # adapters and their folders, by job
         self._jobs = itertools.count(1)
-        self._arranged: deque[_Arranged] = deque()
+        self._arranged: list[_Arranged] = []
         self._polled_s = 0.0
         weakref.finalize(self, reader.close)
 
@@ -99,7 +98,7 @@ class WorkerAdapters:
         self._arranged.clear()
         self._held.clear()
 
-    def poll(self) -> list[LoadedAdapter]:
+    def poll(self, *, is_idle: bool = False) -> list[LoadedAdapter]:
         done: list[LoadedAdapter] = []
         for job, read in self._reader.receive():
             asked = self._asked.pop(job, None)
@@ -111,11 +110,15 @@ class WorkerAdapters:
             else:
                 self._arranged.append(_Arranged(job, adapter, path, read.notes, self._pieces(read)))
         now_s = time.monotonic()
-        end_s = now_s + max(PIECES_S, min(PIECES_SHARE * (now_s - self._polled_s), MOST_PIECES_S))
-        while self._arranged and time.monotonic() < end_s:
-            if (loaded := self._advance(self._arranged[0])) is not None:
-                self._arranged.popleft()
-                done.append(loaded)
+        least_s = MOST_PIECES_S if is_idle else PIECES_S
+        end_s = now_s + max(least_s, min(PIECES_SHARE * (now_s - self._polled_s), MOST_PIECES_S))
+        for one in list(self._arranged):  # while one is copied by a thread, the next is arranged
+            step: LoadedAdapter | bool = True
+            while step is True and time.monotonic() < end_s:
+                step = self._advance(one)
+            if isinstance(step, LoadedAdapter):
+                self._arranged.remove(one)
+                done.append(step)
         self._polled_s = time.monotonic()
         return done
 
@@ -126,14 +129,14 @@ class WorkerAdapters:
             if self._long is not None:
                 self._long.put(one.place, held.long_factor)
 
-    def _pieces(self, read: ReadModules) -> Generator[None, None, HostAdapter]:
+    def _pieces(self, read: ReadModules) -> Generator[bool, None, HostAdapter]:
         adapter = yield from arrange_modules(read, self._targets, self._limits)
         return (yield from self.places.prepare(adapter))
 
-    def _advance(self, one: _Arranged) -> LoadedAdapter | None:
-        """Computes a piece. Returns the result of the last one."""
+    def _advance(self, one: _Arranged) -> LoadedAdapter | bool:
+        """Computes a piece. Returns whether the next one can be computed now; of the last one its result."""
         try:
-            next(one.pieces)
+            return next(one.pieces)
         except StopIteration as e:
             held: HostAdapter = e.value
             self._held[one.adapter] = held
@@ -152,4 +155,3 @@ class WorkerAdapters:
         except Exception as e:  # a broken adapter is no reason to end the worker
             log.exception("an adapter cannot be arranged")
             return LoadedAdapter(one.adapter, error=repr(e), job=one.job)
-        return None

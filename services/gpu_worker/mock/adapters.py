@@ -37,7 +37,7 @@ class MockAdapters:
         self.places.clear()
         self._asked.clear()
 
-    def poll(self) -> list[LoadedAdapter]:
+    def poll(self, *, is_idle: bool = False) -> list[LoadedAdapter]:
         asked, self._asked = self._asked, []
         broken = {adapter for adapter, path, _ in asked if path.endswith(BROKEN)}
         self.held.update((adapter, path) for adapter, path, _ in asked if adapter not in broken)

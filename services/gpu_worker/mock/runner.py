@@ -53,6 +53,9 @@ class MockRunner:
     def can_launch(self) -> bool:
         return not self._done
 
+    def join_step(self) -> bool:
+        return False  # it has no experts of others
+
     def idle(self) -> bool:
         return False
 

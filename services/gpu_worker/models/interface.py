@@ -26,7 +26,8 @@ class ModelShape:
     attention: tuple[AttentionShape, ...]  # one for each layer
     has_kv: bool = True  # False: each token attends to all others, so that nothing is kept of earlier steps
     num_outputs: int | None = None  # of `logits`; None: `vocab_size`
-    all_windows: tuple[int | None, ...] | None = None  # `windows` of all layers; None: they are in `attention`
+    all_attention: tuple[AttentionShape, ...] | None = None  # of a pipeline stage: for each layer of the model
+    first_layer: int = 0  # number in the model of the first one here
 
     def share(self, shard: Shard) -> "ModelShape":
         """Returns the sizes of a rank. Raises ConfigError for more ranks than query heads."""
@@ -36,7 +37,15 @@ class ModelShape:
 
     def of_layers(self, layers: range) -> "ModelShape":
         """Returns the sizes of a pipeline stage with these layers."""
-        return replace(self, attention=self.attention[layers.start : layers.stop], all_windows=self.windows)
+        own = self.attention[layers.start : layers.stop]
+        return replace(self, attention=own, all_attention=self.attention, first_layer=layers.start)
+
+    @property
+    def of_model(self) -> "ModelShape":
+        """The sizes of all layers, with a rank's share of each."""
+        if self.all_attention is None:
+            return self
+        return replace(self, attention=self.all_attention, all_attention=None, first_layer=0)
 
     @property
     def num_layers(self) -> int:
@@ -75,9 +84,7 @@ class ModelShape:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Sliding window of each layer of the model: the number of last keys that a token attends to; None: all."""
-        if self.all_windows is not None:
-            return self.all_windows
-        return tuple(layer.rules.window for layer in self.attention)
+        return tuple(layer.rules.window for layer in self.of_model.attention)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,11 @@ class PendingCollective(Protocol):
 class Collectives(Protocol):
     """The methods of `ProcessGroupGloo` and `ProcessGroupNCCL` that are used."""
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> PendingCollective: ...
+    def _allgather_base(self, output: Tensor, part: Tensor, options: object) -> PendingCollective | None: ...
+    def _reduce_scatter_base(self, output: Tensor, parts: Tensor, options: object) -> PendingCollective | None: ...
+    def alltoall_base(
+        self, output: Tensor, rows: Tensor, received: list[int], sent: list[int], options: object
+    ) -> PendingCollective | None: ...
     def allreduce(self, tensors: list[Tensor], options: object) -> PendingCollective | None: ...
     def broadcast(self, tensors: list[Tensor], options: object) -> PendingCollective | None: ...
     def send(self, tensors: list[Tensor], to: int, tag: int) -> PendingCollective: ...
@@ -50,10 +54,18 @@ class HostCollectives:
     def __init__(self, of_host: Collectives) -> None:
         self._of_host = of_host
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> PendingCollective:
-        [own], [to] = [one.cpu() for one in inputs], outputs
-        arrived = [own.new_empty(own.shape) for _ in to]
-        return _Arriving(self._of_host.allgather([arrived], [own]), arrived, to)
+    def _allgather_base(self, output: Tensor, part: Tensor, options: object) -> PendingCollective:
+        arrived = output.cpu()
+        return _Arriving(self._of_host._allgather_base(arrived, part.cpu(), options), [arrived], [output])
+
+    def _reduce_scatter_base(self, output: Tensor, parts: Tensor, options: object) -> PendingCollective:
+        raise AssertionError("these ranks add in their order")
+
+    def alltoall_base(
+        self, output: Tensor, rows: Tensor, received: list[int], sent: list[int], options: object
+    ) -> PendingCollective:
+        arrived = output.cpu()
+        return _Arriving(self._of_host.alltoall_base(arrived, rows.cpu(), received, sent, options), [arrived], [output])
 
     def allreduce(self, tensors: list[Tensor], options: object) -> PendingCollective:
         hosts = [one.cpu() for one in tensors]

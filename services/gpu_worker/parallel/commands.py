@@ -71,6 +71,17 @@ class Begin(Frame, frozen=True):
     """Load the model. Again after deep sleep."""
 
     stage_layers: list[int]  # number of layers of each pipeline stage; empty: there is one
+    replica_folder: str = ""  # where ranks of other replicas meet those of this one; empty: each has all experts
+
+
+class BeginExchange(Frame, frozen=True):
+    """Each replica has so many rows in the next step, with padding. 0: as many as this one."""
+
+    num_rows: int
+
+
+class ServeExperts(Frame, frozen=True):
+    """Compute rows of other replicas, in a step that has none here."""
 
 
 class AttentionCall(Frame, frozen=True):
@@ -97,20 +108,25 @@ class ForwardPass(Frame, frozen=True):
 
 
 class DeviceForward(Frame, frozen=True):
-    """Compute the layers on a GPU. Words are ids, positions and slots of tokens, first rows of prefills, rows, slots
-    and positions of tokens that need logits, and places of the tokens' adapters."""
+    """Compute the layers on a GPU. Words are int32: ids, positions and slots of tokens that are not gathered, first
+    rows of prefills, two numbers of each sequence that needs logits, and block tables.
+
+    The numbers are the row of its last token for the last layer, and the same for its slot and position: there the
+    token behind all others is of no slot.
+    """
 
     num_tokens: int
+    num_gathered: int  # the first ones are next tokens of the slots' state
     num_starts: int  # 0: there are no prefills
     num_logits: int  # below 0: all tokens are computed in the last layer
     num_decodes: int
     max_seq_len: int | None  # these are those of `AttentionMetadata`
     prefill_max_seq_len: int | None
     max_context_len: int
-    has_adapters: bool = False
-    num_tables: int = 0  # sequences whose block tables follow, too, of so many blocks; 0: tables are those of slots
+    has_adapters: bool = False  # those of the slots
+    num_tables: int = 0  # sequences whose block tables are sent, of so many blocks; 0: tables are those of slots
     table_width: int = 0
-    words: bytes = b""  # int32; empty: only the leader's device has them, and they follow as a collective, int64
+    words: bytes = b""
     num_vectors: int = 0  # tokens with a vector as input: their rows, int64, and the vectors follow as collectives
     vector_width: int = 0
 
@@ -144,6 +160,19 @@ class ReplayGraph(Frame, frozen=True):
     """Run a graph."""
 
     key: int
+    words: bytes = b""  # of its forward pass, as in `DeviceForward`
+
+
+class ReceiveChanges(Frame, frozen=True):
+    """What the last forward pass changes of its slots follows, as a collective beside the steps."""
+
+    num_rows: int
+
+
+class TakeChanges(Frame, frozen=True):
+    """Take over the changes of the oldest steps: later ones read them."""
+
+    count: int  # of steps
 
 
 class InstallKernels(Frame, frozen=True):
@@ -339,6 +368,8 @@ Command = (
     RankSetup
     | GroupComplete
     | Begin
+    | BeginExchange
+    | ServeExperts
     | ForwardPass
     | DeviceForward
     | PackedForward
@@ -347,6 +378,8 @@ Command = (
     | EndGraph
     | ReplayGraph
     | DropGraph
+    | ReceiveChanges
+    | TakeChanges
     | InstallKernels
     | ComputeLogits
     | ForgetSequences

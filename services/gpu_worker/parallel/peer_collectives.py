@@ -24,8 +24,22 @@ class PeerCollectives:
     def __init__(self, memory: PeerMemory) -> None:
         self._memory, self._rank = memory, memory.buffers.rank
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> PendingCollective:
-        return self._exchange(inputs[0], dict(enumerate(outputs[0])))
+    def _allgather_base(self, output: Tensor, part: Tensor, options: object) -> PendingCollective:
+        return self._exchange(part, dict(enumerate(output.view(-1, len(part)))))
+
+    def _reduce_scatter_base(self, output: Tensor, parts: Tensor, options: object) -> PendingCollective:
+        raise AssertionError("these ranks add in their order")
+
+    def alltoall_base(
+        self, output: Tensor, rows: Tensor, received: list[int], sent: list[int], options: object
+    ) -> PendingCollective:
+        """Of as many rows to each rank."""
+        size, each = len(sent), sent[0]
+        assert received == sent == [each] * size
+        arrived = rows.new_empty((size, *rows.shape))  # all ranks' rows to all
+        pending = self._exchange(rows, dict(enumerate(arrived)))
+        output.copy_(arrived.view(size, size, each, *rows.shape[1:])[:, self._rank].flatten(0, 1))
+        return pending
 
     def allreduce(self, tensors: list[Tensor], options: object) -> PendingCollective:
         raise AssertionError("these ranks add in their order")

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d
 
 from blockyard.services.gpu_worker.parallel.collectives import (
     Collectives,
@@ -27,6 +28,7 @@ from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.shared.errors import RankLostError
 
 _dist: Any = dist  # process groups have no types that say what their methods take
+_c10d: Any = _distributed_c10d
 
 TIMEOUT_S = 600.0  # of a collective: ranks load for different times. A rank that is gone is noticed sooner, see `ranks`
 LEADER = 0
@@ -71,8 +73,11 @@ class RankGroup:
         self.kernels: SumKernels | None = None  # the same on all ranks; None: the transport sums
         self._summed, self._from_leader = _dist.AllreduceOptions(), _dist.BroadcastOptions()
         self._from_leader.rootRank = LEADER
+        self._gathered, self._exchanged = _c10d.AllgatherOptions(), _dist.AllToAllOptions()
+        self._summed_parts = _dist.ReduceScatterOptions()
         # on the stream of steps and not on one of NCCL's own: a CUDA graph then has no fork and join for each sum
-        self._summed.asyncOp = self._from_leader.asyncOp = host_waits
+        for options in (self._summed, self._from_leader, self._gathered, self._exchanged, self._summed_parts):
+            options.asyncOp = host_waits
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -93,11 +98,7 @@ class RankGroup:
             part = part.contiguous()  # NCCL takes no other
             self.wait(self._group.allreduce([part], self._summed))
             return part
-        parts = self.collect(part)
-        total = parts[0].float() if part.dtype.itemsize < 4 else parts[0]  # rounded once
-        for one in parts[1:]:
-            total.add_(one)
-        return total.to(part.dtype)
+        return _in_order(self.collect(part))
 
     def sum_add_rms_norm(
         self, part: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
@@ -115,10 +116,40 @@ class RankGroup:
 
     def collect(self, part: Tensor) -> list[Tensor]:
         """Returns all ranks' parts, of equal shape and dtype, in the order of ranks."""
+        return list(self.gather(part))
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Returns all ranks' parts, of equal shape and dtype: [ranks, *shape]. Alone, those of others are zeros."""
         part = part.contiguous()
-        parts = [torch.empty_like(part) for _ in range(self.size)]
-        self.wait(self._group.allgather([[_bytes(one) for one in parts]], [_bytes(part)]))
+        if self._is_alone:
+            parts = part.new_zeros((self.size, *part.shape))
+            parts[self.rank] = part
+            return parts
+        parts = part.new_empty((self.size, *part.shape))
+        self.wait(self._group._allgather_base(_bytes(parts).flatten(), _bytes(part).flatten(), self._gathered))
         return parts
+
+    def sum_own(self, parts: Tensor) -> Tensor:
+        """Returns the sum of what all ranks have for this one: parts [ranks, *shape] -> [*shape]."""
+        parts = parts.contiguous()
+        if self._is_alone:
+            return parts[self.rank]
+        if self._sums_in_order:
+            once = [1] * self.size
+            return _in_order(list(self.exchange_rows(parts, once, once)))
+        total = torch.empty_like(parts[0])
+        self.wait(self._group._reduce_scatter_base(total, parts, self._summed_parts))
+        return total
+
+    def exchange_rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Sends the first rows to the first rank, the next ones to the next rank, and so on. Returns what came.
+
+        rows [sum(sent), *shape] -> [sum(received), *shape]. sent, received: numbers of rows, by rank.
+        """
+        rows = rows.contiguous()
+        arrived = rows.new_empty((sum(received), *rows.shape[1:]))
+        self.wait(self._group.alltoall_base(_bytes(arrived), _bytes(rows), received, sent, self._exchanged))
+        return arrived
 
     def join_columns(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         """Returns all ranks' columns side by side on the leader. On other ranks, `part` itself.
@@ -138,9 +169,11 @@ class RankGroup:
 
     def copy_from_leader(self, tensor: Tensor) -> None:
         """Writes what the leader has there to `tensor`, which is contiguous, on the other ranks."""
-        if self._is_alone:
-            return
-        self.wait(self._group.broadcast([_bytes(tensor)], self._from_leader))
+        self.wait(self.begin_copy_from_leader(tensor))
+
+    def begin_copy_from_leader(self, tensor: Tensor) -> PendingCollective | None:
+        """As `copy_from_leader`. The tensor may be read on other ranks, and written on the leader, after `wait`."""
+        return None if self._is_alone else self._group.broadcast([_bytes(tensor)], self._from_leader)
 
     def send(self, tensor: Tensor, to: int) -> PendingCollective:
         """Sends a contiguous tensor to another rank, which calls `receive`. It must not change before the end."""
@@ -254,6 +287,14 @@ def _losing_ranks(shard: Shard) -> Iterator[None]:
         yield
     except RuntimeError as e:
         raise RankLostError(f"rank {shard.rank} found no group of {shard.size}: {str(e).splitlines()[0]}") from e
+
+
+def _in_order(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of parts, rounded once. Writes to the first one."""
+    total = parts[0].float() if parts[0].dtype.itemsize < 4 else parts[0]
+    for one in parts[1:]:
+        total.add_(one)
+    return total.to(parts[0].dtype)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

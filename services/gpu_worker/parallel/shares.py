@@ -19,6 +19,11 @@ class Shard(NamedTuple):
 WHOLE = Shard()
 
 
+def over_replicas(shard: Shard, replica: Shard) -> Shard:
+    """Returns a rank's place among the ranks of all replicas. shard: its place in its own one."""
+    return Shard(replica.rank * shard.size + shard.rank, replica.size * shard.size)
+
+
 def share(units: int, shard: Shard) -> range:
     """Returns the units of a rank: as many as others have, or one more; or one unit that other ranks have, too."""
     rank, size = shard

@@ -29,6 +29,7 @@ class RankGroups:
     place: RankPosition
     everyone: RankGroup  # all ranks of the worker
     tensor: RankGroup | None  # of the same stage, which share its layers; None: there is one
+    beside_steps: RankGroup | None = None  # all ranks, for what no step waits for; None: the CPU computes the steps
 
     @property
     def stage_link(self) -> StageLink | None:
@@ -89,13 +90,17 @@ def naming_leader(team: RankTeam | None) -> Iterator[None]:
 
 
 def connect_groups(
-    make: Callable[[Shard, GroupStores, str], RankGroup], place: RankPosition, meeting: Meeting
+    make: Callable[[Shard, GroupStores, str], RankGroup], place: RankPosition, meeting: Meeting, *, runs_ahead: bool
 ) -> RankGroups:
-    """Waits for the other ranks. make: makes the group of a name. Raises RankLostError."""
-    stores = GroupStores(meeting)
-    everyone = make(Shard(place.rank, place.num_ranks), stores, "ranks")
+    """Waits for the other ranks. make: makes the group of a name. runs_ahead: of the host, steps do. Raises
+    RankLostError."""
+    stores, of_all = GroupStores(meeting), Shard(place.rank, place.num_ranks)
+    everyone, tensor = make(of_all, stores, "ranks"), None
+    beside_steps = make(of_all, stores, "beside-steps") if runs_ahead else None
+    if beside_steps is not None:
+        beside_steps.least(0)  # NCCL takes its memory with the first collective, and KV blocks take what is left
     if place.num_stages == 1:
-        return RankGroups(place, everyone, everyone)
-    if place.shard.size == 1:
-        return RankGroups(place, everyone, None)
-    return RankGroups(place, everyone, make(place.shard, stores, f"stage-{place.stage}"))
+        tensor = everyone
+    elif place.shard.size > 1:
+        tensor = make(place.shard, stores, f"stage-{place.stage}")
+    return RankGroups(place, everyone, tensor, beside_steps)

@@ -30,6 +30,7 @@ def adapter_limits(config: LoraConfig | None, dtype: torch.dtype, tokenizer_path
         with_bias=config.with_bias,
         max_rows=config.extra_vocab_size,
         target_modules=tuple(config.target_modules),
+        with_experts=config.with_experts,
         fully_sharded=config.fully_sharded,
         tokenizer_path=tokenizer_path,
     )
@@ -108,9 +109,9 @@ class AdapterHosts:
         for kind in self._kinds:
             kind.reset()
 
-    def poll(self) -> list[LoadedAdapter]:
+    def poll(self, *, is_idle: bool = False) -> list[LoadedAdapter]:
         refused, self._refused = self._refused, []
-        return [*refused, *(done for kind in self._kinds for done in kind.poll())]
+        return [*refused, *(done for kind in self._kinds for done in kind.poll(is_idle=is_idle))]
 
     def place(self, placed: Sequence[AdapterPlaced]) -> None:
         """Call it at the launch of the plan that places them."""

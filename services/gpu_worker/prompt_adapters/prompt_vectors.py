@@ -50,7 +50,7 @@ class PromptVectors:
         self._held.clear()
         self._of_slot.clear()
 
-    def poll(self) -> list[LoadedAdapter]:
+    def poll(self, *, is_idle: bool = False) -> list[LoadedAdapter]:
         done: list[LoadedAdapter] = []
         for job, read in self._reader.receive_prompts():
             adapter = self._asked.pop(job, None)

@@ -7,6 +7,8 @@
   the interface of their collectives, and `group_digest` what all must have in common.
 - `joining`: how a rank that the leader has not started finds its leader and joins: on another host, or started by Ray.
   `entrance`: where the leader takes it up, or refuses it.
+- `replica_meeting`, `ReplicaTeam`: how the leaders of replicas that have the experts together find each other, agree on
+  steps, and end together.
 - `RankSigns`: signs of life, in both directions. A rank that ends, fails or is silent for 4 s ends all.
 
 The leader is the worker process that the launcher knows. It alone is attached to a scheduler.

@@ -30,6 +30,8 @@ from blockyard.services.gpu_worker.parallel.commands import (
     TransferCommand,
 )
 from blockyard.services.gpu_worker.parallel.meeting import LOOPBACK, Meeting
+from blockyard.services.gpu_worker.parallel.replicas import ReplicaRanks
+from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.parallel.stages import place_of
 from blockyard.services.gpu_worker.parallel.team import Connect, RankGroups
 from blockyard.services.gpu_worker.ranks import network
@@ -76,7 +78,15 @@ class FollowerTeam:
         self.place = place_of(rank, config.tensor_parallel_size, config.pipeline_parallel_size)
         self.stage_layers: list[int] = []  # as the leader has said; empty: there is one stage
         self.folder = meeting.folder
+        self.replicas: ReplicaRanks | None = None  # None: this replica has all experts
         self._groups: RankGroups | None = None
+
+    def begin(self, command: Begin) -> None:
+        """Takes what the leader has decided."""
+        self.stage_layers = command.stage_layers
+        if command.replica_folder and self.replicas is None:
+            replica = Shard(self.config.replica, self.config.expert_replicas)
+            self.replicas = ReplicaRanks(Path(command.replica_folder), replica, self.place.rank)
 
     def meet_at(self, store: str) -> None:
         """store: host and port of torch's store, which the leader serves for ranks of several hosts."""
@@ -203,8 +213,8 @@ def do_commands(commands: FrameEnd[Command], team: FollowerTeam, watch: RankWatc
             team.meet_at(command.store)
         elif isinstance(command, Begin):
             follower = adapters = None  # their memory first
-            team.stage_layers = command.stage_layers
-            follower = engine.follow(team.config, team)
+            team.begin(command)
+            follower = engine.follow(team.config, team, team.replicas)
             if follower.adapters is not None:
                 adapters = FollowerAdapters(follower.adapters, commands.send)
             watch.serve()

@@ -13,6 +13,7 @@ from blockyard.shared.process.service_main import rss_bytes
 
 SIGN_S = 0.5  # between two signs
 SILENT_S = 4.0  # a rank that is silent for longer hangs
+ENDED = "has ended"
 STARTING_SILENT_S = 120.0  # of a rank that starts: it imports torch before it sends any
 
 OnLost = Callable[[int, str, RankFailed | None], None]  # takes the rank, what happened, and what the rank said
@@ -87,12 +88,12 @@ class RankSigns:
             try:
                 pipe.send(sign)
             except OSError:
-                self._lost(rank, "has ended")
+                self._lost(rank, ENDED)
 
     def _read(self, rank: int, pipe: FrameEnd[Sign]) -> None:
         sign = pipe.receive()
         if sign is None:
-            self._lost(rank, "has ended")
+            self._lost(rank, ENDED)
         elif isinstance(sign, RankFailed):
             self._lost(rank, "failed", sign)
         else:

@@ -115,7 +115,7 @@ class HostRows:
         self._rows.pop(slot, None)
 
     def sample(self, logits: Tensor, slots: Ints, table: Slots) -> Sampled:
-        """logits [rows, vocab] float32 of these slots; may be written to."""
+        """logits [rows, vocab or more] float32 of these slots; may be written to."""
         sampled = Sampled([0] * len(slots))
         masks = self._masks(slots.tolist(), table, sampled)
         chosen: list[tuple[Tensor, Tensor]] = []
@@ -124,11 +124,12 @@ class HostRows:
             if place in sampled.waiting or place in sampled.problems:
                 continue
             reports, row = table.slots[slot].sampling.num_logprobs is not None, self._row_of(slot, table)
+            own = logits[place, : table.slots[slot].vocab_size]  # others' adapters may have added tokens
             shown: Tensor | None = None
             if reports and self._is_raw:
-                shown = logits[place].clone() if self._as_logits else logits[place].log_softmax(-1)
+                shown = own.clone() if self._as_logits else own.log_softmax(-1)
             try:
-                x = self._adjusted(logits[place], row, slot, table, masks.get(place))
+                x = self._adjusted(own, row, slot, table, masks.get(place))
             except ProcessorError as e:
                 sampled.problems[place] = Problem(str(e))
                 continue

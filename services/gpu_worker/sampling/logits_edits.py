@@ -41,10 +41,10 @@ class DeviceLogitsEdits:
         self, state: SlotState, vocab_size: int, link: HostLink, enabled: bool, num_extra_tokens: int = 0
     ) -> None:
         """enabled: False leaves all penalties, edits of tokens and log-probabilities to the host. num_extra_tokens:
-        that adapters may add behind the vocabulary: they are counted, too."""
+        that adapters may add behind the vocabulary: logits of some steps have columns for them."""
         device, capacity, self.enabled = state.arena.device, len(state.row_slots), enabled
         rows = capacity if enabled else 0
-        counts = _zeros(rows, vocab_size + num_extra_tokens, np.int32, device)
+        width = vocab_size + num_extra_tokens
         self.tensors = LogitsEdits(
             row=state.fields[Field.EDITS_ROW],
             repetition=state.floats(Field.REPETITION),
@@ -55,14 +55,13 @@ class DeviceLogitsEdits:
             listed=state.listed,
             bias=state.bias.view(torch.float32),
             until=state.until.view(torch.int64),
-            counts=counts,
-            logits=_zeros(rows, vocab_size, np.float32, device),
+            counts=_zeros(rows, width, np.int32, device, link),
+            logits=_zeros(rows, width, np.float32, device, link),
         )
-        self.adjusted = AdjustedLogits(self.tensors.row, self.tensors.logits)
         self.num_top = state.fields[Field.NUM_TOP]
         self.host_row = state.fields[Field.LOGITS_ROW]
-        self.host_logits = _zeros(min(capacity, MOST_HOST_ROWS), vocab_size, np.float32, device)
-        self._state, self._capacity, self._num_rows, self._vocab_size = state, capacity, rows, vocab_size
+        self.host_logits = _zeros(min(capacity, MOST_HOST_ROWS), width, np.float32, device, link)
+        self._state, self._capacity, self._num_rows, self._vocab_size = state, capacity, rows, width
         self._link = link
         self.buffer = torch.zeros(LOGPROB_WORDS * capacity if enabled else 0, dtype=torch.int32, device=device)
         self.reset()
@@ -71,6 +70,10 @@ class DeviceLogitsEdits:
         self._rows: dict[int, int] = {}  # by slot
         self._free = list(range(self._num_rows))
         self.num_logprobs: dict[int, int] = {}  # by slot that reports log-probabilities: how many of the top tokens
+
+    def adjusted(self, width: int) -> AdjustedLogits:
+        """The adjusted logits of a step with logits [rows, width]."""
+        return AdjustedLogits(self.tensors.row, self.tensors.logits[:, :width])
 
     def needs_processing(self, slots: Ints) -> bool:
         """Whether any of these slots changes logits or reports log-probabilities."""
@@ -170,6 +173,8 @@ class DeviceLogitsEdits:
         return TokenLogprobs(token, float(floats[place]), rank, words[top].tolist(), floats[logs].tolist())
 
 
-def _zeros(rows: int, columns: int, dtype: type[np.number[Any]], device: torch.device) -> Tensor:
+def _zeros(rows: int, columns: int, dtype: type[np.number[Any]], device: torch.device, link: HostLink) -> Tensor:
     """In host memory pages of rows that are never used take no memory."""
-    return torch.from_numpy(np.zeros((rows, columns), dtype)).to(device)
+    if not link.copies:
+        return torch.from_numpy(np.zeros((rows, columns), dtype))
+    return torch.zeros((rows, columns), dtype=torch.float32 if dtype is np.float32 else torch.int32, device=device)

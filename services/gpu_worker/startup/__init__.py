@@ -2,6 +2,7 @@
 
 - `backend.Backend`: what `engine` asks of a device. `backend.pick_backend` makes the one of `--device`.
 - `cpu.CpuBackend`, `cuda.CudaBackend`: the devices. `cuda` imports Triton, so a worker on the CPU does not import it.
+- `model_tables`: the tables that a rank's model is built on.
 - `rank_connection.connect_ranks`, `stage_choice`: of a worker with several ranks.
 - `start_report.StartReport`: the phases and notes of a start.
 

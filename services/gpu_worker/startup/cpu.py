@@ -130,7 +130,8 @@ class CpuBackend:
         if runner.send is not None:
             metadata = LeaderMetadata(runner.pool, runner.send, runner.geometry.num_stages)
         steps = CpuSteps(runner.model, runner.pool, runner.batch, runner.geometry, edits, metadata)
-        if isinstance(runner.model, LeaderModel) and (num_stages := runner.geometry.num_stages) > 1:
+        num_stages = runner.geometry.num_stages if config.expert_replicas == 1 else 1  # replicas agree step by step
+        if isinstance(runner.model, LeaderModel) and num_stages > 1:
             pipelined = PipelinedCpuSteps(steps, runner.model, num_stages)
             runner.use(pipelined, depends=pipelined.depends)
         else:

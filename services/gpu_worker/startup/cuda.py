@@ -8,8 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from blockyard.kernels.lora.adapt_embeddings import adapt_embeddings
 from blockyard.kernels.lora.add_adapters import add_adapters
 from blockyard.kernels.lora.add_to_heads import add_to_heads
+from blockyard.kernels.lora.replace_logits import replace_logits
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.choice import check_head_sizes
 from blockyard.services.gpu_worker.attention.packed_attention import PackedProduct
@@ -25,7 +27,7 @@ from blockyard.services.gpu_worker.execution.cuda.pooled_attention import Triton
 from blockyard.services.gpu_worker.execution.packed_graphs import PackedGraphs
 from blockyard.services.gpu_worker.execution.pooled_steps import ChunkAttention
 from blockyard.services.gpu_worker.execution.ranks.follower import FollowerNeeds, FollowerSteps
-from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror
+from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror, LeaderModel
 from blockyard.services.gpu_worker.host_link import HostLink, put
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.cpu_offload import Declare, share_of_layers
@@ -33,7 +35,8 @@ from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
 from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
 from blockyard.services.gpu_worker.loading.linear_spec import Split
 from blockyard.services.gpu_worker.loading.weights import HostShare
-from blockyard.services.gpu_worker.lora.device_places import AdapterKernels, DevicePlaces
+from blockyard.services.gpu_worker.lora.device.device_places import DevicePlaces
+from blockyard.services.gpu_worker.lora.device.device_products import AdapterKernels
 from blockyard.services.gpu_worker.lora.places import AdapterPlaces
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
 from blockyard.services.gpu_worker.memory import (
@@ -77,7 +80,6 @@ class CudaBackend:
         self._compiler: KernelCompiler | None = None  # from `set_up` on
         self._tuner: Tuner | None = None  # has sizes to measure later
         self._tuning: IdleTuning | None = None
-        self._ranks: RankGroup | None = None  # that share the layers of this stage
         self._folder = Path()  # of these ranks alone
 
     def set_up(self, threads: int, processes: CompileProcesses | None) -> str:
@@ -138,7 +140,6 @@ class CudaBackend:
         self._tuner = tuner
 
     def pick_sums(self, model: Model, ranks: RankGroup, config: WorkerConfig, report: StartReport) -> None:
-        self._ranks = ranks
         widths = [linear.shape[1] for linear in model.linears() if linear.is_partial]
         if not config.custom_all_reduce or not widths or not config.stages_within_hosts:
             return
@@ -149,7 +150,7 @@ class CudaBackend:
             )
 
     def make_places(self, model: Model, num_places: int, limits: AdapterLimits) -> AdapterPlaces:
-        kernels = AdapterKernels(add_adapters, add_to_heads)
+        kernels = AdapterKernels(add_adapters, add_to_heads, adapt_embeddings, replace_logits)
         return DevicePlaces(model, num_places, limits, kernels, self.device, self.link)
 
     def offload_notes(self, config: WorkerConfig) -> list[str]:
@@ -225,14 +226,15 @@ class CudaBackend:
         override, kv_bytes = config.num_gpu_blocks_override, config.kv_cache_memory_bytes
         tokens = min(config.max_num_batched_tokens, need.max_model_len)
         try:
-            peak = peak_bytes(model, tokens, need, kv_dtype, self.device)
+            has_adapters = config.lora is not None
+            peak = peak_bytes(model, tokens, need, kv_dtype, self.device, has_adapters=has_adapters)
             graphs, penalties = cuda_steps.graph_bytes(
                 model,
                 need,
                 kv_dtype,
                 config.run_ahead_penalties,
                 captures=not config.enforce_eager,
-                has_adapters=config.lora is not None,
+                has_adapters=has_adapters,
             )
         except torch.OutOfMemoryError as e:
             raise LoadError(
@@ -255,7 +257,9 @@ class CudaBackend:
     def start_steps(self, runner: Runner, config: WorkerConfig, report: StartReport) -> None:
         """Moves the batch to the GPU and captures CUDA graphs. Reports the progress of graphs that are captured
         later."""
-        mirror = None if runner.send is None else DeviceMirror(runner.send, self._ranks)
+        mirror = None
+        if runner.send is not None and isinstance(runner.model, LeaderModel):
+            mirror = DeviceMirror(runner.send, runner.model.ranks, self.link)
         if mirror is not None and self._tuner is not None:
             mirror.install_kernels(self._tuner.installed())
         steps = cuda_steps.start(runner.batch, runner.model, runner.pool, runner.geometry, config, self._tuning, mirror)
@@ -266,7 +270,10 @@ class CudaBackend:
             with torch.inference_mode():
                 if not config.enforce_eager:
                     report.phase("capturing CUDA graphs")
-                    steps.capture()
+                    if config.expert_replicas == 1:
+                        steps.capture()
+                    else:
+                        steps.capture_decodes()
                 step_s = steps.decodes.measure()
         runner.use(steps, step_s)
         runner.forget_trial_steps()

@@ -75,17 +75,18 @@ def find(values: Values, weights: bool = True) -> Checkpoint:
 
 def find_adapters(values: Values) -> list[AdapterSource]:
     """Returns the adapters that a server begins with, and checks their configs. Raises ConfigError."""
-    found, max_rank = [], values.get("max-lora-rank", int)
+    found, max_rank = list[AdapterSource](), values.get("max-lora-rank", int)
     for source in adapters.sources(values):
         folder = _folder(source.path, None, values, weights=True, what=f"adapter {source.name}: path")
+        changes_experts = False
         try:
             if source.is_prompt:
                 read_prompt_config(folder)
             else:
-                check_folder(folder, max_rank)
+                changes_experts = check_folder(folder, max_rank)
         except AdapterError as e:
             raise ConfigError(f"adapter {source.name}: {e}") from e
-        found.append(msgspec.structs.replace(source, path=str(folder)))
+        found.append(msgspec.structs.replace(source, path=str(folder), has_experts=changes_experts))
     return found
 
 

@@ -12,7 +12,7 @@ from blockyard.services.scheduler.adapters.held_adapters import HeldAdapter, Hel
 from blockyard.services.scheduler.plan_pacer import PlanClock
 from blockyard.shared.messages import AdapterPlaced, Geometry
 
-MOST_LOADING = 2  # at a time: a worker reads one after the other
+MOST_LOADING = 6  # at a time: a worker reads some and arranges others meanwhile
 
 
 @dataclass(slots=True)

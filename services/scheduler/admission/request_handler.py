@@ -4,9 +4,8 @@ import math
 from collections import Counter, deque
 
 from blockyard.services.scheduler.admission.gateways import Gateways
-from blockyard.services.scheduler.admission.model_limits import ModelLimits, Refusal
+from blockyard.services.scheduler.admission.model_limits import NO_ADAPTERS, ModelLimits, Refusal, RequestAdapters
 from blockyard.services.scheduler.admission.pool_handler import PoolHandler
-from blockyard.services.scheduler.admission.request_adapters import NO_ADAPTERS, RequestAdapters
 from blockyard.services.scheduler.lifecycle.beam_sequences import BeamScheduler
 from blockyard.services.scheduler.lifecycle.detokenizer_streams import DetokenizerStreams
 from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle

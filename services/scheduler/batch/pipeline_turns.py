@@ -1,12 +1,14 @@
 """Which sequences decode in which plans of a worker with pipeline stages.
 
-Each stage computes another plan, so as many plans are under way as there are stages. A sequence decodes in every plan
-of its turn alone: the next plan of a turn is built once the result of the one before is in, which it needs.
-Chunks of prompts need no tokens, and run in plans of any turn. They get smaller as their context grows: a stage waits
-for the slowest one.
+Each stage computes another plan, so as many plans are under way as there are stages, and those that are sent ahead. A
+sequence decodes in the plans of its turn alone. The next plan of a turn may be sent before the result of the one before
+it is in: the first stage gets the tokens from the worker's last one, which computes them while the first stage computes
+the other turns. Chunks of prompts need no tokens, and run in plans of any turn. They get smaller as their context
+grows: a stage waits for the slowest one.
 """
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
 
 from blockyard.services.scheduler.batch.decode_batch import DecodeBatch
@@ -22,7 +24,8 @@ class PipelineTurn:
     batch: DecodeBatch
     members: dict[RunningSequence, int] = field(default_factory=dict)  # with the load of each
     load: int = 0  # of all members, in tokens
-    plan: int = 0  # that is under way; 0: none
+    plans: deque[int] = field(default_factory=deque)  # that are under way
+    last_plan: int = 0
 
     def add(self, running: RunningSequence) -> None:
         self.members[running] = load = ROW_TOKENS + running.num_scheduled_tokens
@@ -35,9 +38,9 @@ class PipelineTurn:
 class PipelineTurns:
     """The turns of a worker group. Without stages there are none, and no plan looks at them."""
 
-    def __init__(self, batches: list[DecodeBatch]) -> None:
-        """batches: one for each stage, with the same `outside`."""
-        self._turns = [PipelineTurn(batch) for batch in batches]
+    def __init__(self, batches: list[DecodeBatch], ahead: int) -> None:
+        """batches: one for each stage, with the same `outside`. ahead: plans of a turn besides the oldest one."""
+        self._turns, self._ahead = [PipelineTurn(batch) for batch in batches], ahead
         self._turn_of: dict[RunningSequence, PipelineTurn] = {}
         self._current = self._turns[-1]  # that the last plan was built for, or is being built for
 
@@ -47,9 +50,9 @@ class PipelineTurns:
         return self._current.batch
 
     def free(self) -> list[PipelineTurn]:
-        """Turns without a plan under way, in the order in which they are due."""
+        """Turns that may have another plan, in the order in which they are due."""
         first = self._turns.index(self._current) + 1
-        return [turn for turn in (*self._turns[first:], *self._turns[:first]) if not turn.plan]
+        return [turn for turn in (*self._turns[first:], *self._turns[:first]) if len(turn.plans) <= self._ahead]
 
     def begin(self, turn: PipelineTurn) -> None:
         """The next plan is of this turn. Sequences that it has too many of decode in another one from now on."""
@@ -63,12 +66,15 @@ class PipelineTurns:
             self._move(running, least)
 
     def may_decode(self, running: RunningSequence) -> bool:
-        """Whether a sequence may decode in the plan that is built. One without a turn gets that with the least load."""
+        """Whether a sequence may decode in the plan that is built. One without a turn gets that with the least load.
+
+        Of plans under way it may need those of its turn, and those before: a later one would hold up the whole turn.
+        """
         turn = self._turn_of.get(running)
         if turn is None:
             turn = self._least()
             self._move(running, turn)
-        return turn is self._current and running.last_plan <= running.plan_clock.last_completed
+        return turn is self._current and running.last_plan <= max(turn.last_plan, running.plan_clock.last_completed)
 
     def batch_of(self, running: RunningSequence) -> DecodeBatch | None:
         """The decode batch that a sequence is in; None: it is outside."""
@@ -83,12 +89,13 @@ class PipelineTurns:
 
     def on_sent(self, number: int) -> None:
         """A plan of the current turn is sent."""
-        self._current.plan = number
+        self._current.plans.append(number)
+        self._current.last_plan = number
 
     def on_answered(self, number: int) -> None:
         for turn in self._turns:
-            if turn.plan == number:
-                turn.plan = 0
+            if turn.plans and turn.plans[0] == number:
+                turn.plans.popleft()
 
     def _least(self) -> PipelineTurn:
         return min(self._turns, key=lambda one: one.load)

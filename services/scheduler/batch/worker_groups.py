@@ -58,7 +58,7 @@ class WorkerGroup:
         late = limits.late and limits.depth is None
         self.depth = MAX_PLANS_AHEAD if late else limits.depth_for(geometry.step_s)
         if geometry.num_stages > 1 and limits.depth != 0:
-            self.depth, late = geometry.num_stages - 1, False  # each stage has a plan
+            self.depth, late = geometry.num_stages - 1 + limits.depth_for(geometry.step_s), False  # of each stage one
         self.pacer = PlanPacer(geometry.step_s, None if late else self.depth)
         self.has_kv = geometry.pooling is None or geometry.pooling.has_kv  # else a step takes whole texts
         self.max_num_seqs = min(limits.max_num_seqs, geometry.max_num_seqs)
@@ -83,7 +83,8 @@ class WorkerGroup:
         self._decode_batch = DecodeBatch(geometry.block_size, outside)
         self.turns: PipelineTurns | None = None  # None: there is one stage
         if geometry.num_stages > 1:
-            self.turns = PipelineTurns([DecodeBatch(geometry.block_size, outside) for _ in range(geometry.num_stages)])
+            batches = [DecodeBatch(geometry.block_size, outside) for _ in range(geometry.num_stages)]
+            self.turns = PipelineTurns(batches, max(self.depth - geometry.num_stages + 1, 0))
         self._slots_to_end: list[int] = []  # the next plan ends them
         self._restarts: list[RunningSequence] = []
         self.restarts: ReadOnly[RunningSequence] = self._restarts  # their last token is not what the worker sampled

@@ -92,10 +92,7 @@ class Router:
             if not queue.entries:
                 del self._nonempty[worker]
         if self.roles.is_active:
-            while (sequence := self._next()) is not None and (placement := self.roles.place(sequence)) is not None:
-                self._add(placement.queue, sequence, placement.num_tokens, placement.num_blocks)
-                chosen.append(placement.queue.group)
-            return chosen
+            return [*chosen, *self._route_to_roles()]
         queues = [queue for group in self._groups.values() if not (queue := self._queue_of(group)).is_full]
         while queues and (sequence := self._next()) is not None:
             best = self._best(queues, sequence)
@@ -111,6 +108,27 @@ class Router:
             if queue.is_full:
                 queues.remove(queue)
         return chosen
+
+    def _route_to_roles(self) -> list[WorkerGroup]:
+        chosen: list[WorkerGroup] = []
+        while (sequence := self._next()) is not None:
+            placement = self.roles.place(sequence)
+            if placement is not None:
+                self._add(placement.queue, sequence, placement.num_tokens, placement.num_blocks)
+                chosen.append(placement.queue.group)
+            elif (lacking := self._lacking_beside(sequence)) is not None:
+                self._adapter_waits.defer(sequence, lacking)
+            else:
+                break
+        return chosen
+
+    def _lacking_beside(self, sequence: Sequence) -> int | None:
+        """An adapter that groups are to load beside another one: each is held, and no group holds all of the request.
+        None: a group does."""
+        request = sequence.request
+        if not request.adapters or any(group.lacking(request) is None for group in self._groups.values()):
+            return None
+        return request.adapters[-1]
 
     def next(self, group: WorkerGroup) -> Sequence | None:
         """The next sequence for this group: from its queue, else from the waiting queue."""

@@ -67,7 +67,8 @@ PARALLEL = (
         "enable-expert-parallel",
         FlagKind.BOOL,
         False,
-        "Give each rank of --tensor-parallel-size some experts whole, and not a share of each.",
+        "Give each rank of --tensor-parallel-size, and of all replicas of --data-parallel-size together, some experts "
+        "whole. Otherwise each rank has a share of every expert, and each replica has all.",
         ("worker.expert_parallel",),
     ),
     Flag(

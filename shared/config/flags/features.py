@@ -67,7 +67,13 @@ LORA = (
         "Folder below which operators, and the first request that names one, find adapters; unset: none are loaded.",
         to=("gateway.lora_dir",),
     ),
-    Flag("lora-target-modules", FlagKind.LIST, [], "Last names of the modules that adapters may change; unset: all."),
+    Flag(
+        "lora-target-modules",
+        FlagKind.LIST,
+        [],
+        "Last names of the modules that adapters may change, `experts` for those of mixtures; unset: all, but on a GPU "
+        "experts only if an adapter of --lora-modules has them.",
+    ),
     Flag(
         "lora-max-wait",
         FlagKind.FLOAT,

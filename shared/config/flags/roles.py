@@ -10,7 +10,7 @@ ROLE_NAMES = ("prefill", "decode")
 PER_ROLE = (
     *("max-num-batched-tokens", "max-num-seqs", "gpu-memory-utilization", "num-gpu-blocks-override"),
     *("kv-cache-memory-bytes", "cpu-kv-gib", "swap-space", "cpu-offload-gb", "cpu-threads", "compilation-config"),
-    *("mock-blocks", "mock-step-ms", "tensor-parallel-size"),
+    *("mock-blocks", "mock-step-ms", "tensor-parallel-size", "pipeline-parallel-size", "pipeline-layers"),
 )
 
 

@@ -15,6 +15,7 @@ class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     with_bias: bool = False  # adapters may have biases
     extra_vocab_size: int = 256  # rows of tokens that an adapter may replace, of embedding and of head
     target_modules: list[str] = []  # last parts of names of modules that adapters may change; empty: all
+    with_experts: bool = False  # without target_modules, adapters on a device may change experts, too
     long_factors: list[int] = []  # of the model's context, that adapters for longer contexts may have
     fully_sharded: bool = False  # ranks divide both matrices of a pair, and not only the one that the layer divides
 
@@ -43,6 +44,7 @@ class AdapterSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     path: str
     parent: str = ""  # shown as its base; empty: the first served name
     is_prompt: bool = False  # a prompt adapter; False: a LoRA adapter
+    has_experts: bool = False  # it changes experts of a mixture, as far as the launcher knows
 
 
 class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

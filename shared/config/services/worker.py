@@ -139,6 +139,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     tensor_parallel_size: int = 1  # ranks of the worker, each with a share of every layer
     max_parallel_loading: int | None = None  # ranks of the host that load weights at a time; None: all
     expert_parallel: bool = False  # a rank has some experts whole, and not a share of each
+    expert_replicas: int = 1  # workers that have the experts of the model together, and all else each
+    replica: int = 0  # number of this worker among them
     expert_balance: ExpertBalance | None = None  # None: experts stay where they are loaded
     has_pair_template: bool = False  # the tokenizers render pairs of texts, with an instruction
     pipeline_parallel_size: int = 1  # stages of the model, each with some layers, of `tensor_parallel_size` ranks
@@ -183,6 +185,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", *parallel):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if not 0 <= self.replica < self.expert_replicas:
+            raise ValueError(f"replica {self.replica} is none of {self.expert_replicas}")
         if self.num_ranks % self.num_nodes or not 0 <= self.node_rank < self.num_nodes:
             raise ValueError(f"host {self.node_rank} of {self.num_nodes} cannot have a share of {self.num_ranks} ranks")
         if not 0 < self.gpu_memory_utilization <= 1:

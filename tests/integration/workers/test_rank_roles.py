@@ -12,7 +12,8 @@ from ring_state import left_over, scheduler_stats, wait_for
 
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--detokenizers", "1", "--tokenizers", "1")
 ROLES = ("--prefill-workers", "1", "--decode-workers", "1", "--decode-prefill-tokens", "0")
-SHAPE = ("--prefill.tensor-parallel-size", "2", "--pd-faults", "delay=100ms")  # a kill finds transfers under way
+SHAPE = ("--prefill.tensor-parallel-size", "2", "--decode.pipeline-parallel-size", "2")
+FAULTS = ("--pd-faults", "delay=100ms")  # a kill finds transfers under way
 WORKERS = ("gpu_worker prefill 0", "gpu_worker decode 0")
 NUM_STREAMS = 6
 NUM_TOKENS = 150
@@ -34,10 +35,10 @@ async def texts(server: Server, first: int, victim: str = "") -> list[str]:
 
 
 def test_texts_are_those_of_one_worker_also_after_kills(tmp_path: Path) -> None:
-    victims = ("", "rank 1", "decode 0")
+    victims = ("", "prefill 0 rank 1", "decode 0 rank 1")
     with serve("demo", *FLAGS) as server:
         expected = [asyncio.run(texts(server, 10 * i)) for i in range(len(victims))]
-    with serve("demo", *FLAGS, *ROLES, *SHAPE, log=tmp_path / "log") as server:
+    with serve("demo", *FLAGS, *ROLES, *SHAPE, *FAULTS, log=tmp_path / "log") as server:
         for i, victim in enumerate(victims):
             asyncio.run(wait_for(server, WORKERS))
             time.sleep(1.0)  # the scheduler attaches them

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_tables import DEVICE, DTYPES, ERROR, make_table
+from adapter_tables import DEVICE, DTYPES, ERROR, in_places, make_table
 from compile_for_hopper import shared_bytes
 
 from blockyard.kernels.lora.adapter_table import AdapterTable, add_adapters_reference
@@ -72,6 +72,33 @@ def test_parts_of_several_gpus() -> None:
         assert all(h[:2].count_nonzero() < torch.stack(shrunk).sum(0)[:2].count_nonzero() for h in shrunk)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("of_pairs", [False, True])
+@pytest.mark.parametrize("places", [[1, -1, 0, 1], [-1], []], ids=str)
+def test_experts_are_as_a_place_each(places: list[int], dtype: torch.dtype, *, of_pairs: bool) -> None:
+    """Three experts, of which each row has two; x is of rows or of pairs, and results may have weights."""
+    ranks, top_k, inputs = [[3, 0], [0, 0], [18, 2], [1, 1], [5, 4], [0, 7]], 2, 70
+    of_places = make_table(ranks, [20, 33], inputs, dtype, bias=True)
+    table, rows = in_places(of_places, 3), len(places)
+    chosen = torch.tensor(places, dtype=torch.int32, device=DEVICE)
+    experts = torch.tensor([[0, 2], [1, 0], [2, 3], [2, 0]], dtype=torch.int32, device=DEVICE)[:rows]
+    weights = torch.rand(rows, top_k, device=DEVICE)
+    x = torch.randn(rows * (top_k if of_pairs else 1), inputs, device=DEVICE).to(dtype)
+    of_pair = x if of_pairs else x.repeat_interleave(top_k, 0)
+    is_here = (chosen[:, None] >= 0) & (experts < 3)  # the last number is of experts that another GPU has
+    alone = torch.where(is_here, chosen[:, None] * 3 + experts, -1).flatten().int()
+    for factors in (None, weights):
+        out = torch.randn(rows * top_k, 53, device=DEVICE).to(dtype)
+        got, want, added = out.clone(), out.clone(), torch.zeros_like(out, dtype=torch.float32)
+        add_adapters(x, chosen, table, got, experts=experts, weights=factors)
+        add_adapters_reference(x, chosen, table, want, experts=experts, weights=factors)
+        add_adapters_reference(of_pair, alone, of_places, added)
+        added = added if factors is None else added * factors.view(-1, 1)
+        for one in (got, want):
+            assert torch.equal(one[alone < 0], out[alone < 0]), "pairs without an adapter keep their bits"
+            torch.testing.assert_close(one.float(), out.float() + added, rtol=2 * ERROR[dtype], atol=4 * ERROR[dtype])
+
+
 def test_what_does_not_fit_is_refused() -> None:
     table = make_table([[4]], [8], 16, torch.float32)
     x, out = torch.randn(2, 16, device=DEVICE), torch.randn(2, 8, device=DEVICE)
@@ -79,6 +106,10 @@ def test_what_does_not_fit_is_refused() -> None:
     for wrong in ((x, places.long(), out), (x, places[:1], out), (x[:1], places, out), (x.T, places, out)):
         with pytest.raises(ValueError):
             add_adapters(wrong[0], wrong[1], table, wrong[2])
+    experts = torch.zeros(2, 3, dtype=torch.int32, device=DEVICE)
+    for chosen, to in ((experts, out), (experts.long(), out.repeat(3, 1)), (experts[:1], out.repeat(3, 1))):
+        with pytest.raises(ValueError):
+            add_adapters(x, places, table, to, experts=chosen)
 
 
 LAUNCHES = """
@@ -91,6 +122,9 @@ for rows, rank in ((1, 16), (64, 16), (2048, 512)):
     arena, offsets = torch.zeros(64).bfloat16(), torch.zeros(8, 3, 3).long()
     table = AdapterTable(arena, offsets, ints(8, 3), ints(3), ints(3), 4096, rank)
     file.add_adapters(torch.zeros(rows, 4096).bfloat16(), ints(rows), table, torch.zeros(rows, 6144).bfloat16())
+table = AdapterTable(arena, offsets.repeat(1, 64, 1), ints(8, 192), ints(3), ints(3), 768, 16, place_size=1 << 30)
+x, out, weights = torch.zeros(64, 2048).bfloat16(), torch.zeros(512, 1536).bfloat16(), torch.zeros(64, 8)
+file.add_adapters(x, ints(64), table, out, experts=ints(64, 8), weights=weights)
 """
 
 

@@ -22,6 +22,11 @@ def test_rows_are_copied_where_asked(dtype: torch.dtype, vocab: int, monkeypatch
     copy_logits_reference(logits, slots, row, want)
     copy_logits(logits, slots, row, got)
     assert torch.equal(got, want)
+    wide, more = (torch.full((3, vocab + 300), 7.0, device=DEVICE) for _ in range(2))
+    copy_logits_reference(logits, slots, row, wide)
+    copy_logits(logits, slots, row, more)
+    assert torch.equal(more, wide) and torch.equal(more[[0, 2], :vocab], got[[0, 2]])
+    assert bool(more[[0, 2], vocab:].isneginf().all()), "tokens that no logit is of"
     assert (
         torch.equal(got[0], logits[0].float()) and torch.equal(got[2], logits[2].float()) and bool((got[1] == 7).all())
     )

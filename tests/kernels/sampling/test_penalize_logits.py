@@ -62,6 +62,19 @@ def test_logits_are_those_of_the_reference(dtype: torch.dtype) -> None:
     assert int(wishes.logits[1].isfinite().sum()) == 3
 
 
+def test_logits_may_be_of_fewer_tokens_than_are_counted() -> None:
+    """As in steps whose adapters add no tokens."""
+    wishes, fewer = asked(), 299 - 8
+    wishes.num_listed[2] = 2  # the others are behind these
+    logits = torch.randn(3, fewer, device=DEVICE)
+    slots, index = torch.tensor([2, 4, 1], device=DEVICE), torch.full((3,), 40, device=DEVICE)
+    want = replace(wishes, logits=wishes.logits.clone())
+    penalize_logits_reference(logits, slots, index, want)
+    penalize_logits(logits, slots, index, wishes)
+    torch.testing.assert_close(wishes.logits[:, :fewer], want.logits[:, :fewer])
+    assert not wishes.logits[:, :fewer].isnan().any() and bool(wishes.logits[:, fewer:].isnan().all())
+
+
 def test_tokens_are_counted_where_asked_and_drawn() -> None:
     wishes = asked()
     want = replace(wishes, counts=wishes.counts.clone())

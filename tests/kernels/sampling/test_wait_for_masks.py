@@ -1,5 +1,7 @@
 """Masks in host memory against the reference: which rows have one, what they leave, and the records of tokens."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -47,7 +49,7 @@ def blank() -> Tensor:
 
 
 def rows_of(masks: MaskTensors, polls: int = 3) -> RowMasks:
-    rows = RowMasks(masks, torch.full((len(SLOTS),), -1, dtype=torch.int32, device=DEVICE), blank())
+    rows = RowMasks(masks, torch.full((len(SLOTS),), -1, dtype=torch.int32, device=DEVICE), blank(), VOCAB)
     wait_for_masks(SLOTS, INDEX, masks, rows.states, rows.words, polls)
     return rows
 
@@ -109,6 +111,22 @@ def test_masked_logits_are_those_of_the_reference(
     assert torch.equal(seen.isinf(), edits.logits.isinf())
     torch.testing.assert_close(seen, edits.logits)
     assert bool(seen[1].isinf().all()) and not seen[0].isinf().any() and bool(seen[3].isinf().any())
+
+
+def test_masks_allow_no_token_behind_the_vocabulary(masks: MaskTensors) -> None:
+    """VOCAB is no multiple of 32, and masks have bits behind it."""
+    masks.words.fill_(-1)
+    edits, more = make_logits_edits(NUM_SLOTS, 5, 8, VOCAB + 60, DEVICE), VOCAB + 60
+    edits.row[:] = torch.tensor([0, 3, 1, 2, -1, 4])
+    logits, rows = torch.randn(len(SLOTS), more, device=DEVICE), rows_of(masks)
+    edits.num_listed[1] = 1
+    edits.listed[1, 0] = VOCAB + 1
+    want = replace(edits, logits=edits.logits.clone())
+    penalize_logits_reference(logits, SLOTS, INDEX, want, rows)
+    penalize_logits(logits, SLOTS, INDEX, edits, rows)
+    assert torch.equal(edits.logits, want.logits)
+    assert torch.equal(edits.logits[3, :VOCAB], logits[3, :VOCAB]) and bool(edits.logits[3, VOCAB:].isneginf().all())
+    assert torch.equal(edits.logits[0], logits[1]), "a row without a constraint"
 
 
 def test_tokens_of_masked_rows_are_published(masks: MaskTensors) -> None:

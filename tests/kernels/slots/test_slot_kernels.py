@@ -11,13 +11,17 @@ from blockyard.kernels.slots.advance_slots import advance_slots
 from blockyard.kernels.slots.gather_inputs import gather_inputs
 from blockyard.kernels.slots.record_step import record_step, record_step_reference
 from blockyard.kernels.slots.scatter_words import scatter_words
+from blockyard.kernels.slots.slot_changes import collect_changes, write_changes
 from blockyard.kernels.slots.slot_references import (
     advance_slots_reference,
+    collect_changes_reference,
     gather_inputs_reference,
     scatter_words_reference,
+    write_changes_reference,
 )
 from blockyard.kernels.slots.slot_state import (
     MAX_STOP_IDS,
+    NUM_CHANGE_WORDS,
     NUM_FIELDS,
     NUM_RESULTS,
     Field,
@@ -133,6 +137,28 @@ def test_advance(rows: int, counted: bool) -> None:
         assert set(out[place, 0].tolist()) == {int(o) for o in SlotOutcome}, "every outcome must be there"
 
 
+@pytest.mark.parametrize("rows", [1, 128, CAPACITY])
+def test_slots_of_another_device_take_over_what_a_step_has_changed(rows: int) -> None:
+    state, inputs = random_state(200, rows), StepInputs.make(rows, DEVICE)
+    before = copy_of(state)
+    gather_inputs(state, inputs)
+    tokens, best = torch.full((rows,), 19, device=DEVICE), torch.ones(rows, device=DEVICE)
+    results = torch.zeros((RING, NUM_RESULTS, CAPACITY), dtype=torch.int32, device=DEVICE)
+    advance_slots(state, inputs, tokens, best, best.int(), EOS, results)
+    want = torch.full((RING, CAPACITY, NUM_CHANGE_WORDS), -5, dtype=torch.int32)
+    got = want.to(DEVICE)
+    collect_changes(state, inputs.slots, got)
+    collect_changes_reference(copy_of(state), inputs.slots.cpu(), want)
+    assert torch.equal(got.cpu(), want)
+    entry = got[int(state.step) % RING][:rows]
+    other, want_other = random_state(200, rows), copy_of(before)
+    write_changes(other, entry)
+    write_changes_reference(want_other, entry.cpu())
+    assert torch.equal(other.arena.cpu(), want_other.arena)
+    assert torch.equal(other.fields, state.fields)
+    assert rows == 1 or not torch.equal(before.fields, state.fields.cpu()), "something must have changed"
+
+
 @pytest.mark.parametrize("last", [2**31 - 3, 2**32 - 3])
 def test_numbers_of_steps_wrap_around(last: int) -> None:
     """Each step's results are where the host looks, whose numbers do not wrap, and nothing is written elsewhere."""
@@ -211,3 +237,14 @@ def test_wrong_arguments() -> None:
         advance_slots(state, rows, tokens, best, ready, EOS, results, tokens)
     with pytest.raises(ValueError, match="ready: expected"):
         advance_slots(state, rows, tokens, best, ready[:3], EOS, results)
+    changes = torch.zeros((2, 4, NUM_CHANGE_WORDS), dtype=torch.int32, device=DEVICE)
+    for wrong in (changes[:, :3], changes[0], changes.repeat(3, 1, 1)):
+        with pytest.raises(ValueError, match="changes: expected \\[power of two, 4 or more"):
+            collect_changes(state, rows.slots, wrong)
+    for wrong in (changes.long(), changes[..., 1:]):
+        with pytest.raises(ValueError, match=f"{NUM_CHANGE_WORDS} words a row"):
+            collect_changes(state, rows.slots, wrong)
+        with pytest.raises(ValueError, match=f"{NUM_CHANGE_WORDS} words a row"):
+            write_changes(state, wrong[0])
+    with pytest.raises(ValueError, match="slots: expected"):
+        collect_changes(state, rows.slots.int(), changes)

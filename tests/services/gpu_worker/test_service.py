@@ -73,6 +73,9 @@ class StubRunner:
         self.flight.clear()
         self.log.append(("reset", num_slots))
 
+    def join_step(self) -> bool:
+        return False
+
     def idle(self) -> bool:
         self.chores = max(self.chores - 1, 0)
         return self.chores > 0
@@ -370,3 +373,20 @@ def test_chores_run_while_idle_without_waiting_for_the_links(monkeypatch: pytest
     it.run(stopped)
     assert waits == [CHORE_POLL_S, 0.0, CHORE_POLL_S, 0.0, IDLE_POLL_S], "a pause before the first piece alone"
     assert runner.chores == 0
+
+
+def test_chores_wait_for_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece takes as long as the arranging of several adapters, which a start and requests wait for."""
+    it, links, runner = worker()
+    runner.chores, stopped, seen = 2, threading.Event(), list[int]()
+
+    def poll(timeout_s: float) -> list[tuple[int, StepPlan]]:
+        seen.append(runner.chores)
+        if len(seen) == 6:
+            stopped.set()
+        return []
+
+    monkeypatch.setattr(links, "poll", poll, raising=False)
+    monkeypatch.setattr(it.session, "is_loading_adapters", lambda is_idle: len(seen) < 4)
+    it.run(stopped)
+    assert seen == [2, 1, 1, 1, 1, 0], "the first piece is begun before an adapter is asked for"

@@ -71,6 +71,9 @@ class Runner:
         self.flight.clear()
         self.log.append("reset")
 
+    def join_step(self) -> bool:
+        return False
+
     def idle(self) -> bool:
         self.log.append("chore")
         return False

@@ -38,6 +38,8 @@ def test_limits() -> None:
         with_bias=True,
         target_modules=["q_proj", "v_proj"],
     )
+    of_experts = [AdapterSource(name="a", path="/a"), AdapterSource(name="b", path="/b", has_experts=True)]
+    assert adapters.worker_config(values("--enable-lora"), of_experts) == LoraConfig(with_experts=True)
     with pytest.raises(ConfigError, match="--max-cpu-loras 1: at least --max-loras, 2"):
         adapters.worker_config(values("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "1"))
     with pytest.raises(ConfigError):

@@ -104,6 +104,9 @@ def test_roles_may_have_unlike_numbers_of_ranks() -> None:
         deploy("--device", "cpu", *roles, "-tp", "9", config={"num_attention_heads": 8})
     found = deploy("--device", "cuda", *roles, "--decode.tensor-parallel-size", "2", "-tp", "3").workers
     assert [one.gpu for one in found] == [0, 3], "the first GPU of each worker"
+    stages = ("--prefill.pipeline-parallel-size", "3", "--prefill.pipeline-layers", "20,6,6", "-tp", "2")
+    found = deploy("--device", "cuda", *roles, *stages).workers
+    assert [(one.num_ranks, one.pipeline_layers, one.gpu) for one in found] == [(6, [20, 6, 6], 0), (2, [], 6)]
 
 
 def test_stages_have_ranks_and_gpus_of_their_own() -> None:
@@ -120,7 +123,6 @@ def test_stages_have_ranks_and_gpus_of_their_own() -> None:
         (["-pp", "5"], {"text_config": {"num_hidden_layers": 4}}, "-pp 5 is more than the 4 layers of the model"),
         (["-pp", "2", "--model-impl", "transformers"], {}, "-pp 2: not built for models that run by their class"),
         (["-pp", "2"], {"architectures": ["BambaForCausalLM"]}, "-pp 2: not built for models that run by their class"),
-        (["-pp", "2", "--kv-transfer-config", '{"kv_role": "kv_producer"}'], {}, "-pp 2: .* exchanges no KV blocks"),
         (["-pp", "2", "--distributed-executor-backend", "uni"], {}, "uni is for one rank; -pp 2 needs mp"),
         (["--pipeline-layers", "3,1"], {}, "--pipeline-layers 3,1: .* each of 1 pipeline stages"),
         (["-pp", "2", "--pipeline-layers", "3,2"], {"num_hidden_layers": 4}, "3,2: these are 5 layers, .* has 4"),
@@ -134,9 +136,37 @@ def test_layouts_that_cannot_be_are_refused(flags: list[str], config: dict[str, 
 
 def test_experts_are_spread_over_the_ranks_of_a_worker() -> None:
     [spread] = deploy("--device", "cpu", "-tp", "2", "--enable-expert-parallel").workers
-    assert spread.expert_parallel
-    with pytest.raises(ConfigError, match="not built yet with --data-parallel-size above 1"):
-        deploy("--device", "cpu", "-tp", "2", "-dp", "2", "--enable-expert-parallel")
+    assert (spread.expert_parallel, spread.expert_replicas) == (True, 1)
+
+
+MIXTURE = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 6}
+SPREAD = ("--device", "cpu", "-dp", "2", "--enable-expert-parallel")
+
+
+def test_experts_are_spread_over_replicas() -> None:
+    made = deploy(*SPREAD, "-tp", "2", config=MIXTURE).workers
+    assert [(one.replica, one.expert_replicas, one.replicas) for one in made] == [(0, 2, 2), (1, 2, 2)]
+    for flags, config in ((SPREAD, {}), ((*SPREAD, "--worker-cls", "mock"), MIXTURE), (SPREAD[:4], MIXTURE)):
+        assert [one.expert_replicas for one in deploy(*flags, config=config).workers] == [1, 1]  # each has all
+
+
+@pytest.mark.parametrize(
+    ("flags", "config", "said"),
+    [
+        (["-tp", "4"], MIXTURE, "6 experts cannot be on 8 ranks"),
+        (["--enable-lora"], MIXTURE, "--enable-lora: not built yet"),
+        (["--enable-eplb"], MIXTURE, "--enable-eplb: not built yet"),
+        (["--decode-workers", "1"], MIXTURE, "--decode-workers have all experts each"),
+        (["--distributed-executor-backend", "ray"], MIXTURE, "Ray does not start them"),
+        (["--model-impl", "transformers"], MIXTURE, "by their class in transformers"),
+        ([], MIXTURE | {"architectures": ["BambaForCausalLM"]}, "by their class in transformers"),
+    ],
+)
+def test_replicas_that_cannot_have_experts_together_are_refused(
+    flags: list[str], config: dict[str, object], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"--enable-expert-parallel with -dp 2: .*{said}"):
+        deploy(*SPREAD, *flags, config=config)
 
 
 def test_experts_move_by_their_loads() -> None:

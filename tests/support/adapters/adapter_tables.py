@@ -1,8 +1,11 @@
 """Tables of random adapters in the memory of a device, for tests of their products."""
 
+from dataclasses import replace
+
 import torch
 
 from blockyard.kernels.lora.adapter_table import OFFSETS, AdapterTable
+from blockyard.kernels.lora.adapter_tokens import COLUMNS, AdapterTokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -33,3 +36,33 @@ def make_table(
         max(sizes),
         most,
     )
+
+
+def in_places(table: AdapterTable, experts: int) -> AdapterTable:
+    """The table of a layer with so many experts, whose places have memory of their own and are part of a wider table.
+
+    table: with a place for each expert of each place.
+    """
+    places, parts = len(table.ranks) // experts, table.num_parts
+    size = len(table.arena) + 5
+
+    def wide(values: torch.Tensor) -> torch.Tensor:
+        rows = values.reshape(places, experts * parts, *values.shape[2:])
+        return torch.cat([torch.full_like(rows, 7), rows, rows[:, :1]], 1)[:, experts * parts : -1]
+
+    arena = torch.nn.functional.pad(table.arena, (0, 5)).repeat(places)
+    return replace(table, arena=arena, offsets=wide(table.offsets), ranks=wide(table.ranks), place_size=size)
+
+
+def make_tokens(
+    tokens: list[list[int]], ranks: list[int], vocab_size: int, width: int, dtype: torch.dtype
+) -> AdapterTokens:
+    """Adapters with rows of their own for these tokens, and matrices of these ranks, by place."""
+    size, most = 3 + (vocab_size + width) * max(ranks) + max(map(len, tokens)) * width, max(map(len, tokens)) + 1
+    arena = torch.randn(len(tokens) * size) * 0.3
+    ids, columns = torch.full((len(tokens), most), -1, dtype=torch.int32), torch.zeros(len(tokens), COLUMNS).long()
+    for place, (own, rank) in enumerate(zip(tokens, ranks, strict=True)):
+        ids[place, : len(own)] = torch.tensor(own, dtype=torch.int32)
+        a_at = 3 + len(own) * width
+        columns[place] = torch.tensor([len(own), 3, rank, a_at, a_at + vocab_size * rank])
+    return AdapterTokens(arena.to(dtype).to(DEVICE), size, columns.to(DEVICE), ids.to(DEVICE))

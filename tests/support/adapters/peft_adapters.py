@@ -100,14 +100,17 @@ class Batch:
         placed: Sequence[AdapterPlaced],
         sampling: Sampling | None = None,
         prompts: Sequence[list[int]] = (),
+        num_added: int = 0,
     ) -> None:
-        """places: of the sequences' adapters. placed: by the first plan."""
+        """places: of the sequences' adapters. placed: by the first plan. num_added: tokens that each adapter adds."""
         self._runner, self._placed = runner, list(placed)
         self._starts, self._runs = list[SlotStart](), list[SlotRun]()
         for slot, place in enumerate(places):
             ids = prompts[slot] if prompts else prompt_of(9 + slot, 50 + slot)
             blocks, wanted = list(range(slot * 8, slot * 8 + 8)), sampling or greedy(num_logprobs=2)
-            self._starts.append(SlotStart(slot, as_bytes(ids), len(ids), 0, blocks, wanted, 0, adapter_place=place))
+            columns = slot, as_bytes(ids), len(ids), 0, blocks, wanted, 0
+            added = 0 if place is None else num_added
+            self._starts.append(SlotStart(*columns, adapter_place=place, num_added_tokens=added))
             self._runs.append(SlotRun(slot, len(ids)))
 
     def first(self) -> list[SlotResult]:

@@ -20,7 +20,7 @@ def read_adapter(folder: Path, targets: ModelTargets, limits: AdapterLimits) -> 
     return finished(arrange_modules(read_modules(folder, limits), targets, limits))
 
 
-def finished(pieces: Generator[None, None, HostAdapter]) -> HostAdapter:
+def finished(pieces: Generator[bool, None, HostAdapter]) -> HostAdapter:
     while True:
         try:
             next(pieces)

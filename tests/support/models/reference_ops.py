@@ -30,8 +30,10 @@ from blockyard.kernels.sampling.sampling_state import (
 from blockyard.kernels.slots.record_step import record_step_reference
 from blockyard.kernels.slots.slot_references import (
     advance_slots_reference,
+    collect_changes_reference,
     gather_inputs_reference,
     scatter_words_reference,
+    write_changes_reference,
 )
 from blockyard.kernels.slots.slot_state import SlotState, StepInputs
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
@@ -102,6 +104,12 @@ class ReferenceOps(DeviceOps):
 
     def gather_inputs(self, state: SlotState, inputs: StepInputs) -> None:
         gather_inputs_reference(state, inputs)
+
+    def collect_changes(self, state: SlotState, slots: Tensor, changes: Tensor) -> None:
+        collect_changes_reference(state, slots, changes)
+
+    def write_changes(self, state: SlotState, changes: Tensor) -> None:
+        write_changes_reference(state, changes)
 
     def record_step(self, step: Tensor, words: Tensor, index: int) -> None:
         record_step_reference(step, words, index)
@@ -224,19 +232,21 @@ def run_ahead(
     masks: bool = True,
     ops: ReferenceOps | None = None,
     mirror: DeviceMirror | None = None,
+    ring: PinnedRing | None = None,
 ) -> CudaSteps:
     """Gives a runner on the CPU the steps of a GPU.
 
     waits: random rows get no token in a step. masks: the device reads masks.
     """
     rng, shape, link = random.Random(seed), runner.geometry, runner.model.table.link
-    ring = PinnedRing(IN_FLIGHT, capacity, link, lambda: SlowMark(rng))
+    ring = ring or PinnedRing(IN_FLIGHT, capacity, link, lambda: SlowMark(rng))
     settings = DecodeSettings(
         capacity=capacity,
         max_model_len=shape.max_model_len,
         eos_token_ids=shape.eos_token_ids,
         logits_edits=logits_edits,
-        masks=share_masks(runner.batch.matchers, num_mask_slots(capacity), link) if masks else None,
+        num_extra_tokens=shape.num_extra_tokens,
+        masks=share_masks(runner.batch.matchers, num_mask_slots(capacity), shape.vocab_size, link) if masks else None,
     )
     ops = ops or (WaitingOps(rng) if waits else ReferenceOps())
     decodes = DecodeSteps(runner.model, runner.pool, settings, ops, ring, mirror)

@@ -25,6 +25,7 @@ from blockyard.services.gpu_worker.execution.ranks.expert_moves import MovableEx
 from blockyard.services.gpu_worker.execution.ranks.follower import CpuFollowerSteps, Follower, FollowerSteps
 from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror, LeaderMetadata, LeaderModel, LeaderPool
 from blockyard.services.gpu_worker.execution.ranks.pipelined_steps import PipelinedCpuSteps
+from blockyard.services.gpu_worker.host_link import SameMemory
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.parallel.collectives import Collectives, PendingCollective
@@ -67,9 +68,19 @@ class RecordedCollectives:
         self._collectives, self._delay = collectives, delay
         self.calls: list[Call] = []
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> PendingCollective:
-        self._record("allgather", inputs)
-        return self._collectives.allgather(outputs, inputs)
+    def _allgather_base(self, output: Tensor, part: Tensor, options: object) -> PendingCollective | None:
+        self._record("allgather", [part])
+        return self._collectives._allgather_base(output, part, options)
+
+    def _reduce_scatter_base(self, output: Tensor, parts: Tensor, options: object) -> PendingCollective | None:
+        self._record("reduce_scatter", [parts])
+        return self._collectives._reduce_scatter_base(output, parts, options)
+
+    def alltoall_base(
+        self, output: Tensor, rows: Tensor, received: list[int], sent: list[int], options: object
+    ) -> PendingCollective | None:
+        self._record("alltoall", [rows])
+        return self._collectives.alltoall_base(output, rows, received, sent, options)
 
     def allreduce(self, tensors: list[Tensor], options: object) -> PendingCollective | None:
         self._record("allreduce", tensors)
@@ -132,7 +143,7 @@ class DelayedRanks:
     def _give_steps(self, model: LeaderModel) -> None:
         runner, num_stages = self.runner, self._layout[1]
         if self._as_gpus:
-            mirror = DeviceMirror(self._send)
+            mirror = DeviceMirror(self._send, model.ranks, SameMemory())
             run_ahead(runner, self._geometry.max_num_seqs, records_layers=False, masks=False, mirror=mirror)
             return
         metadata = LeaderMetadata(runner.pool, self._send, num_stages)
@@ -145,11 +156,13 @@ class DelayedRanks:
 
     def _load(self, rank: int) -> tuple[Model, KVPool, RankGroups, MovableExperts | None]:
         size, num_stages = self._layout
-        ranks, delay = connect(rank, size, self._group, num_stages), delays(rank)
+        ranks, delay = connect(rank, size, self._group, num_stages, runs_ahead=self._as_gpus), delays(rank)
         model = load(self._folder, ranks, spread=self._balance is not None)
         self._record("ranks", 0, ranks.everyone, delay)
         if ranks.tensor is not None and ranks.tensor is not ranks.everyone:
             self._record("stage", ranks.place.stage, ranks.tensor, delay)
+        if ranks.beside_steps is not None:
+            self._record("beside steps", 0, ranks.beside_steps, delay)
         experts = None if self._balance is None else MovableExperts(model.experts(), ranks)
         geometry = self._geometry
         pool = KVPool(model.shape, geometry.num_blocks, geometry.block_size, torch.float32, CPU)

@@ -39,6 +39,9 @@ def exchange(group: RankGroup) -> None:
     own = parts[group.rank]
     assert all(map(torch.equal, group.collect(own), parts))
     assert torch.equal(group.sum(own.clone()), sum(parts[1:], parts[0]))
+    assert torch.equal(group.gather(own), torch.stack(parts))
+    for_ranks = [torch.stack([part + to for to in range(size)]) for part in parts]
+    assert torch.equal(group.sum_own(for_ranks[group.rank]), sum(parts) + size * group.rank)
     joined = group.join_columns(own[:, group.rank :], [3 - rank for rank in range(size)])
     if group.is_leader:
         assert torch.equal(joined, torch.cat([part[:, rank:] for rank, part in enumerate(parts)], 1))

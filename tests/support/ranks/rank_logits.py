@@ -33,6 +33,7 @@ from blockyard.services.gpu_worker.parallel.commands import TradeExperts
 from blockyard.services.gpu_worker.parallel.expert_balance import first_owners
 from blockyard.services.gpu_worker.parallel.meeting import Meeting
 from blockyard.services.gpu_worker.parallel.rank_group import connect_cpus
+from blockyard.services.gpu_worker.parallel.replicas import ExpertExchange
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.parallel.stages import Stage, place_of, ranges_of
 from blockyard.services.gpu_worker.parallel.team import RankGroups, connect_groups
@@ -49,9 +50,9 @@ def prompt() -> list[int]:
     return np.random.default_rng(4).integers(2, VOCAB, sum(CHUNKS)).tolist()
 
 
-def connect(rank: int, size: int, group: Path, num_stages: int = 1) -> RankGroups:
-    """size: ranks of a stage."""
-    return connect_groups(connect_cpus, place_of(rank, size, num_stages), Meeting(group))
+def connect(rank: int, size: int, group: Path, num_stages: int = 1, *, runs_ahead: bool = False) -> RankGroups:
+    """size: ranks of a stage. runs_ahead: with the steps of a GPU."""
+    return connect_groups(connect_cpus, place_of(rank, size, num_stages), Meeting(group), runs_ahead=runs_ahead)
 
 
 def load(
@@ -60,6 +61,7 @@ def load(
     *,
     spread: bool = False,
     fully_sharded: bool = False,
+    exchange: ExpertExchange | None = None,
     model_impl: str = "auto",
 ) -> Model:
     """Stages have as many layers each, the last may have more. fully_sharded: of adapters."""
@@ -68,7 +70,9 @@ def load(
     build = partial(find_family(settings, model_impl), settings)
     table = WeightTable(torch.float32, CPU, shard=shard)
     table.ranks, table.spreads_experts = None if ranks is None else ranks.tensor, spread
-    table.moves_experts = spread
+    table.moves_experts = spread and exchange is None
+    if exchange is not None:
+        table.exchange, table.replica = exchange, exchange.group.shard
     if ranks is not None and ranks.place.num_stages > 1:
         whole, size = build(WeightTable(torch.float32, torch.device("meta"), shard=shard)), ranks.place.num_stages
         each = whole.shape.num_layers // size

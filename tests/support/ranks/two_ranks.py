@@ -6,12 +6,11 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import torch
+from device_adapters import KERNELS
 from placed_adapters import finished, read_adapter
 from rank_logits import CPU, connect, load, load_undivided
 from reference_ops import ReferenceOps, run_ahead
 
-from blockyard.kernels.lora.adapter_table import add_adapters_reference
-from blockyard.kernels.lora.add_to_heads import add_to_heads_reference
 from blockyard.services.gpu_worker.execution.cuda.follower_steps import DeviceFollowerSteps
 from blockyard.services.gpu_worker.execution.cuda.pooled_attention import TritonChunkAttention
 from blockyard.services.gpu_worker.execution.pooled_steps import PooledSteps
@@ -19,7 +18,7 @@ from blockyard.services.gpu_worker.execution.ranks.follower import Follower
 from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror, LeaderModel, LeaderPool
 from blockyard.services.gpu_worker.host_link import SameMemory
 from blockyard.services.gpu_worker.kv.pool import KVPool
-from blockyard.services.gpu_worker.lora.device_places import AdapterKernels, DevicePlaces
+from blockyard.services.gpu_worker.lora.device.device_places import DevicePlaces
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
 from blockyard.services.gpu_worker.lora.targets import ModelTargets
 from blockyard.services.gpu_worker.models.interface import Model
@@ -32,7 +31,6 @@ from blockyard.shared.messages.base import Frame
 
 CAPACITY = 16
 LIMITS = AdapterLimits(dtype=torch.float32, max_rank=16, fully_sharded=True)
-KERNELS = AdapterKernels(add_adapters_reference, add_to_heads_reference)
 
 
 class TwoRanks:
@@ -57,13 +55,14 @@ class TwoRanks:
         self.forwards: list[DeviceForward] = []
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
-        ranks = connect(0, size, group, num_stages)
+        ranks = connect(0, size, group, num_stages, runs_ahead=True)
         model, send = self._load(ranks), self._send
         pool = self._pool(model)
         pool.mirror = LeaderPool(send)
         self.runner = Runner(LeaderModel(model, ranks, send), pool, geometry, None, lambda runner: None, send=send)
         if output is None:
-            run_ahead(self.runner, CAPACITY, records_layers=False, masks=False, mirror=DeviceMirror(send))
+            mirror = DeviceMirror(send, ranks, SameMemory())
+            run_ahead(self.runner, CAPACITY, records_layers=False, masks=False, mirror=mirror)
         else:
             attention = TritonChunkAttention(pool, SameMemory(), has_followers=True)
             runner = self.runner
@@ -89,7 +88,7 @@ class TwoRanks:
 
     def _follow(self) -> None:
         try:
-            ranks = connect(1, self._size, self._group, self._num_stages)
+            ranks = connect(1, self._size, self._group, self._num_stages, runs_ahead=True)
             model = self._load(ranks)
             pool = self._pool(model)
             steps = DeviceFollowerSteps(model, pool, ranks, self._geometry, ReferenceOps())

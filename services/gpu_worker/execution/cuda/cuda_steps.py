@@ -1,7 +1,9 @@
 """Steps on a GPU: CUDA graphs where one fits, launched ahead of the host. Imports Triton."""
 
+import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from blockyard.services.gpu_worker.arrays import Ints
@@ -31,8 +33,13 @@ from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
 from blockyard.services.gpu_worker.memory import KVMemoryNeed
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.sampling.logits_edits import edits_bytes
+from blockyard.services.gpu_worker.slots import StepRows
 from blockyard.shared.config.services.worker import WorkerConfig
+from blockyard.shared.errors import LoadError
 from blockyard.shared.messages import Geometry, KVRole, TokenLogprobs
+
+NO_ROWS = np.zeros(0, np.int64)
+NO_STEP = StepRequest(StepRows(NO_ROWS, NO_ROWS, 0), NO_ROWS, False, [], [], False)
 
 
 class CudaSteps:
@@ -59,6 +66,7 @@ class CudaSteps:
         self._tuning = tuning
         self._prompt_logprobs = DevicePromptLogprobs(decodes.model, decodes.ops.gather_logprobs, decodes.pool.device)
         self._on_captured: Callable[[], None] = lambda: None
+        self._least_rows, self._is_eager = 0, False  # of decodes
 
     @property
     def slots(self) -> DeviceSlots:
@@ -78,10 +86,34 @@ class CudaSteps:
 
     def reset(self) -> None:
         """Drops all slots. No step may be in flight."""
+        if self.decodes.changes is not None:
+            self.decodes.changes.flush()
         self.slots.reset(self.decodes.ring.step)
 
     def order(self, slots: Ints) -> None:
         """Leaves the order as it is: rows that stay the same need no writes."""
+
+    def capture_decodes(self) -> None:
+        """Captures all sizes of decodes, and no prefills: replicas replay the same graphs at the same time.
+
+        Raises LoadError if that fails.
+        """
+        self.decodes.capture(math.inf)
+        if self.decodes.capture_error:
+            raise LoadError(
+                f"CUDA graphs could not be captured, --enforce-eager uses none: {self.decodes.capture_error}"
+            )
+
+    def pad(self, num_rows: int | None) -> None:
+        """Implements `PaddedSteps`."""
+        self._least_rows, self._is_eager = num_rows or 0, num_rows is None
+
+    def launch_padding(self) -> None:
+        """Implements `PaddedSteps`."""
+        size = self.decodes.padded(self._least_rows, 1)
+        buffers = self._begin(NO_STEP, size.rows)
+        self.decodes.sample(size, self.decodes.forward(size), needs_processing=False)
+        buffers.done.record()
 
     def capture(self) -> None:
         """Captures CUDA graphs for a few seconds; `idle` captures the others."""
@@ -129,10 +161,11 @@ class CudaSteps:
         elif step.rows.has_prefill:
             buffers, stored, scores = self._launch_prefill(step)
         else:
-            size = self._size(slots)
+            size, is_eager = self._size(slots), self._is_eager
             buffers = self._begin(step, size.rows)
-            output = self.decodes.forward(size)
-            self.decodes.sample(size, output, step.needs_processing)
+            output = self.decodes.forward(size, is_eager=is_eager)
+            self.decodes.sample(size, output, step.needs_processing, is_eager=is_eager)
+            self._send_changes(slots, size.rows)
             scores = self._prompt_logprobs.compute_logits(step.scored, output.logits) if step.scored else []
         edits = self.slots.logits_edits
         if edits.num_logprobs:
@@ -182,14 +215,23 @@ class CudaSteps:
             hidden = output.hidden
             if events is not None:
                 stored = events.stored
+        self._send_changes(rows.slots, descriptor.num_seqs)
         if hidden is None:
             return buffers, stored, ()
         padding = descriptor.num_decodes - num_decodes
         return buffers, stored, self._prompt_logprobs.compute_rows(scored, hidden, num_decodes, padding)
 
+    def _send_changes(self, slots: Ints, num_rows: int) -> None:
+        """Sends followers what the step that is launched changes. num_rows: with padding."""
+        if self.decodes.changes is not None:
+            self.decodes.changes.after_step(self.decodes.ring.step, slots, num_rows)
+
     def _size(self, slots: Ints) -> DecodeSize:
         table = self._batch.slots
-        return self.decodes.padded(len(slots), int(table.num_computed[slots].max()) + 1, table.are_adapted(slots))
+        longest, is_adapted = int(table.num_computed[slots].max()) + 1, table.are_adapted(slots)
+        if self._is_eager:
+            return self.decodes.exact(len(slots), longest, is_adapted)
+        return self.decodes.padded(max(len(slots), self._least_rows), longest, is_adapted)
 
     def _begin(self, step: StepRequest, num_rows: int) -> StepBuffers:
         """Brings the device's state up to date. num_rows: rows of decodes, with padding."""
@@ -206,6 +248,8 @@ class CudaSteps:
         if not num_rows:
             steps.slots.count_step(steps.ring.step)
         index, values = steps.slots.take()
+        if steps.changes is not None:
+            steps.changes.before_step(steps.ring.step, decodes, index)
         if len(index):
             buffers.write(index, values)
             steps.ops.scatter(steps.slots.state.arena, buffers.pairs, len(index))
@@ -244,8 +288,9 @@ def start(
         eos_token_ids=geometry.eos_token_ids,
         graph_sizes=config.graph_sizes,
         logits_edits=config.run_ahead_penalties,
+        num_extra_tokens=geometry.num_extra_tokens,
         serves_adapters=config.lora is not None,
-        masks=share_masks(batch.matchers, num_mask_slots(geometry.max_num_seqs), model.table.link),
+        masks=share_masks(batch.matchers, num_mask_slots(geometry.max_num_seqs), geometry.vocab_size, model.table.link),
     )
     decodes = DecodeSteps(model, pool, settings, make_device_ops(pool, config.fused_steps), mirror=mirror)
     if not pool.batch_invariant:

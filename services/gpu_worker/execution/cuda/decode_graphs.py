@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,7 +55,7 @@ class ForwardOutput:
     """Output of a forward pass, overwritten by the next one."""
 
     hidden: Tensor  # [rows, hidden]
-    logits: Tensor  # [rows, vocab_size]
+    logits: Tensor  # [rows, vocab_size], wider where adapters add tokens
 
     def first(self, rows: int) -> "ForwardOutput":
         return ForwardOutput(self.hidden[:rows], self.logits[:rows])
@@ -72,8 +73,9 @@ class MirroredReplay:
     def __init__(self, graph: Replay, key: int, mirror: DeviceMirror) -> None:
         self._graph, self._key, self._mirror = graph, key, mirror
 
-    def replay(self) -> None:
-        self._mirror.replay(self._key)
+    def replay(self, words: bytes = b"") -> None:
+        """words: see `ReplayGraph`."""
+        self._mirror.replay(self._key, words)
         self._graph.replay()
 
     def drop(self) -> None:
@@ -98,6 +100,7 @@ class DecodeSettings:
     graph_sizes: list[int] = field(default_factory=list)  # rows; empty: `capture_sizes`
     logits_edits: bool = False  # see `DeviceSlots`
     masks: SlotMasks | None = None  # of structured output; None: the host samples slots with a constraint
+    num_extra_tokens: int = 0  # that adapters may add behind the vocabulary
     serves_adapters: bool = False  # steps with adapters have graphs of their own
 
 
@@ -123,9 +126,9 @@ class DecodeSteps:
         state = SlotState.make(SLOTS * capacity, capacity, blocks_of(max_model_len, pool.block_size), device)
         masks = settings.masks
         owner_of = None if masks is None else masks.owner_of
-        self.slots = DeviceSlots(
-            state, SLOTS * capacity, vocab, eos_token_ids, self.link, settings.logits_edits, owner_of
-        )
+        edits, num_extra = settings.logits_edits, settings.num_extra_tokens
+        self.slots = DeviceSlots(state, SLOTS * capacity, vocab, eos_token_ids, self.link, edits, owner_of, num_extra)
+        self.changes = None if mirror is None else mirror.send_changes(state)
         self.ring = ring or PinnedRing(IN_FLIGHT, capacity, self.link)
         self.model, self.pool = model, pool
         self._inputs = StepInputs.make(capacity, device)
@@ -168,27 +171,34 @@ class DecodeSteps:
         return min(
             fitting,
             key=lambda one: (one.rows, not one.short_context),
-            default=DecodeSize(rows, max_seq_len <= self.ops.fused_decode_max_len(rows), is_adapted),
+            default=self.exact(rows, max_seq_len, is_adapted),
         )
+
+    def exact(self, rows: int, max_seq_len: int, is_adapted: bool = False) -> DecodeSize:
+        """The size without padding."""
+        return DecodeSize(rows, max_seq_len <= self.ops.fused_decode_max_len(rows), is_adapted)
 
     def padded_num_seqs(self, rows: int) -> int:
         """The smallest capture size for so many rows. Kernels are compiled for these sizes."""
         return next((n for n in self._capture_sizes if n >= rows), self.capacity)
 
-    def forward(self, size: DecodeSize) -> ForwardOutput:
-        """Computes the next token of the slots in the first rows. `size` is from `padded`."""
-        captured = self._graphs.get(size)
+    def forward(self, size: DecodeSize, *, is_eager: bool = False) -> ForwardOutput:
+        """Computes the next token of the slots in the first rows. `size` is from `padded`, or `is_eager`: without a
+        graph, if it has one."""
+        captured = None if is_eager else self._graphs.get(size)
         if captured is None:
             return self._forward(size)
         captured.forward.replay()
         return captured.output
 
-    def sample(self, size: DecodeSize, output: ForwardOutput, needs_processing: bool) -> None:
+    def sample(
+        self, size: DecodeSize, output: ForwardOutput, needs_processing: bool, *, is_eager: bool = False
+    ) -> None:
         """Samples from the output of `forward`: slots go on or end, and the ring gets their results.
 
         needs_processing: a slot has penalties, edits of tokens, or reports log-probabilities, or the host samples it.
         """
-        captured = self._graphs.get(size)
+        captured = None if is_eager else self._graphs.get(size)
         if captured is None:
             self._sample(size.rows, output, needs_processing)
         else:
@@ -199,20 +209,26 @@ class DecodeSteps:
         self.ops.gather_inputs(state, inputs)
         rows = PagedKVMetadata(inputs.slots, inputs.positions, state.tables)
         max_seq_len = self.ops.fused_decode_max_len(size.rows) if size.short_context else None
-        attend = self.attend(AttentionMetadata(rows, max_seq_len=max_seq_len))
+        attend = self.attend(AttentionMetadata(rows, max_seq_len=max_seq_len), size.rows)
         self.begin_adapters(inputs.slots, is_adapted=size.is_adapted)
         hidden = self.model.forward(Step(inputs.token_ids, inputs.positions, attend))
         return ForwardOutput(hidden, self.model.logits(hidden))
 
-    def attend(self, metadata: AttentionMetadata, layers: LayerRecorder | None = None, words: bytes = b"") -> Attend:
+    def attend(
+        self,
+        metadata: AttentionMetadata,
+        num_gathered: int,
+        layers: LayerRecorder | None = None,
+        words: bytes = b"",
+    ) -> Attend:
         """Builds the attention of a step, of a leader with what followers need to build theirs.
 
-        layers: records which layers are stored. words: see `DeviceForward`.
+        layers: records which layers are stored. num_gathered, words: see `DeviceForward`.
         """
         attend = self.ops.attend(self.pool, metadata)
         if layers is not None:
             attend = layers.around(attend)
-        return attend if self.mirror is None else DeviceAttend(attend, metadata, words)
+        return attend if self.mirror is None else DeviceAttend(attend, metadata, num_gathered, words)
 
     @contextmanager
     def capturing(self, graph: Replay) -> Iterator[Replay]:
@@ -225,11 +241,7 @@ class DecodeSteps:
 
     def begin_adapters(self, slots: Tensor, *, is_adapted: bool) -> None:
         """Tells the model which adapter each row has. slots [rows] int64, below 0: padding. Part of CUDA graphs."""
-        if not is_adapted:
-            self.model.adapter_rows.end()
-            return
-        places = self.slots.state.fields[Field.ADAPTER].index_select(0, slots.clamp(min=0)) - 1
-        self.model.adapter_rows.begin(places.masked_fill(slots < 0, NO_PLACE))
+        begin_adapters(self.model, self.slots.state, slots if is_adapted else None)
 
     def _sample(self, rows: int, output: ForwardOutput, needs_processing: bool) -> None:
         self.sample_rows(self._inputs.first(rows), output.logits, needs_processing)
@@ -241,7 +253,7 @@ class DecodeSteps:
         count, edits = len(logits), self.slots.logits_edits
         tokens, best, ready = self._tokens[:count], self._best[:count], self.ready[:count]
         edited = needs_processing and edits.enabled
-        adjusted = edits.adjusted if edited else None
+        adjusted = edits.adjusted(logits.shape[1]) if edited else None
         masked = self._masks.first(count) if self._masks is not None and edited else None
         if masked is not None:
             self.ops.wait_for_masks(inputs, masked)
@@ -257,27 +269,31 @@ class DecodeSteps:
             self.ops.gather_logprobs(logits, inputs.sampled_slots, tokens, edits.num_top, buffers)
         if needs_processing:
             self.ops.copy_logits(logits, inputs, edits.host_row, edits.host_logits)
-        self.ops.advance(self.slots.state, inputs, tokens, best, ready, self._eos, self.ring.results, counts)
+        self._advance(inputs, ready, counts)
 
     def advance(self, inputs: StepInputs, counts: Tensor) -> None:
         """Advances each row's slot by `counts` tokens, where no slot samples."""
-        rows = slice(len(counts))
-        self.ops.advance(
-            self.slots.state,
-            inputs,
-            self._tokens[rows],
-            self._best[rows],
-            self.ready[rows],
-            self._eos,
-            self.ring.results,
-            counts,
-        )
+        self._advance(inputs, self.ready[: len(counts)], counts)
 
-    def capture(self) -> None:
-        """Captures sizes for CAPTURE_S seconds; `capture_one` captures the others."""
+    def _advance(self, inputs: StepInputs, ready: Tensor, counts: Tensor | None) -> None:
+        state, tokens, best = self.slots.state, self._tokens[: len(ready)], self._best[: len(ready)]
+        self.ops.advance(state, inputs, tokens, best, ready, self._eos, self.ring.results, counts)
+        if self.changes is not None:
+            self.ops.collect_changes(state, inputs.slots, self.changes.words)
+
+    def clear_rows(self) -> None:
+        """Makes all rows padding, on all ranks: trial steps touch no KV then."""
+        self.slots.clear_rows()
+        if self.mirror is not None:
+            rows = self.slots.state.row_slots
+            index = np.arange(len(rows), dtype=np.int32) + self.slots.state.offset(rows)
+            self.mirror.scatter(index, np.full(len(rows), -1, np.int32))
+
+    def capture(self, most_s: float = CAPTURE_S) -> None:
+        """Captures sizes for so many seconds; `capture_one` captures the others."""
         start = time.perf_counter()
         self._missing = list(self._sizes)
-        while time.perf_counter() - start < CAPTURE_S and self.capture_one():
+        while time.perf_counter() - start < most_s and self.capture_one():
             pass
 
     @property
@@ -327,7 +343,7 @@ class DecodeSteps:
         return list(self._sizes)
 
     def _capture(self, size: DecodeSize) -> CapturedGraphs:
-        self.slots.clear_rows()  # padding rows touch no KV
+        self.clear_rows()
         output = self._forward(size)
         for needs_processing in SAMPLE_VARIANTS:
             self._sample(size.rows, output, needs_processing)  # compiles and loads its kernels
@@ -353,6 +369,15 @@ class DecodeSteps:
             torch.cuda.synchronize(self.pool.device)
             best = min(best, time.perf_counter() - start)
         return best
+
+
+def begin_adapters(model: Model, state: SlotState, slots: Tensor | None) -> None:
+    """Tells a model which adapter each row has. slots [rows] int64, below 0: padding; None: no row has one."""
+    if slots is None:
+        model.adapter_rows.end()
+        return
+    places = state.fields[Field.ADAPTER].index_select(0, slots.clamp(min=0)) - 1
+    model.adapter_rows.begin(places.masked_fill(slots < 0, NO_PLACE))
 
 
 def num_mask_slots(capacity: int) -> int:

@@ -23,6 +23,7 @@ class SlotMasks:
     words: Tensor  # [slots, 2, ceil(vocab / 32)] int32
     tags: Tensor  # [slots, 2] int64
     sampled: Tensor  # [slots] int64
+    vocab_size: int
     owner_of: Callable[[int], int]  # of a slot that has started; 0: it has no constraint
     shared: object = None  # what keeps the memory pinned
 
@@ -31,7 +32,7 @@ class SlotMasks:
         """Makes masks without a matcher, for trial steps: no slot has a constraint."""
         words = torch.zeros((num_slots, 2, num_mask_words(vocab_size)), dtype=torch.int32, device=device)
         tags = torch.zeros((num_slots, 2), dtype=torch.int64, device=device)
-        return cls(words, tags, torch.zeros(num_slots, dtype=torch.int64, device=device), lambda slot: 0)
+        return cls(words, tags, torch.zeros(num_slots, dtype=torch.int64, device=device), vocab_size, lambda slot: 0)
 
     def rows(self, state: SlotState, capacity: int) -> RowMasks:
         """Masks of steps of up to so many rows, on the slots in `state`."""
@@ -39,10 +40,11 @@ class SlotMasks:
         owners, late = state.fields[Field.MASK_OWNER], state.fields[Field.MASK_LATE]
         masks = MaskTensors(owners, late, self.words[:num], self.tags[:num], self.sampled[:num])
         states = torch.ones(capacity, dtype=torch.int32, device=device)
-        return RowMasks(masks, states, torch.zeros((capacity, self.words.shape[-1]), dtype=torch.int32, device=device))
+        words = torch.zeros((capacity, self.words.shape[-1]), dtype=torch.int32, device=device)
+        return RowMasks(masks, states, words, self.vocab_size)
 
 
-def share_masks(matchers: MatcherProcesses | None, num_slots: int, link: HostLink) -> SlotMasks | None:
+def share_masks(matchers: MatcherProcesses | None, num_slots: int, vocab_size: int, link: HostLink) -> SlotMasks | None:
     """The masks of `matchers` for slots on the device of `link`. None: the host samples slots with a constraint."""
     if matchers is None:
         return None
@@ -54,4 +56,4 @@ def share_masks(matchers: MatcherProcesses | None, num_slots: int, link: HostLin
             log.warning("the host samples structured output: its memory cannot be pinned: %s", e)
             return None
     words, tags, sampled = (torch.from_numpy(one) for one in (memory.masks, memory.tags, memory.sampled))
-    return SlotMasks(words, tags, sampled, matchers.owner_of, memory.shared)
+    return SlotMasks(words, tags, sampled, vocab_size, matchers.owner_of, memory.shared)

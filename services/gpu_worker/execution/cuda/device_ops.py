@@ -19,6 +19,7 @@ from blockyard.kernels.slots.advance_slots import advance_slots
 from blockyard.kernels.slots.gather_inputs import gather_inputs
 from blockyard.kernels.slots.record_step import record_step
 from blockyard.kernels.slots.scatter_words import scatter_words
+from blockyard.kernels.slots.slot_changes import collect_changes, write_changes
 from blockyard.kernels.slots.slot_state import SlotState, StepInputs
 from blockyard.services.gpu_worker.attention.choice import FUSED_DECODE_MAX_LEN, FUSED_DECODE_MAX_ROWS
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
@@ -54,6 +55,12 @@ class DeviceOps:
 
     def gather_inputs(self, state: SlotState, inputs: StepInputs) -> None:
         gather_inputs(state, inputs)
+
+    def collect_changes(self, state: SlotState, slots: Tensor, changes: Tensor) -> None:
+        collect_changes(state, slots, changes)
+
+    def write_changes(self, state: SlotState, changes: Tensor) -> None:
+        write_changes(state, changes)
 
     def record_step(self, step: Tensor, words: Tensor, index: int) -> None:
         record_step(step, words, index)

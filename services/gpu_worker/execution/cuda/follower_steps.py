@@ -1,23 +1,28 @@
-"""The forward passes of a follower with a GPU. Inputs come from the leader's GPU, CUDA graphs are captured as it does.
+"""The forward passes of a follower with a GPU. CUDA graphs are captured as the leader does.
 
-A follower keeps the block tables of slots, as the leader's host writes them. It samples nothing and advances no slot.
+A follower has the slots that the leader has: what the leader's host writes, and behind a step what that has changed of
+them. It samples nothing and advances no slot.
 """
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
-from blockyard.kernels.slots.slot_state import SlotState
+from blockyard.kernels.slots.slot_state import SlotState, StepInputs
 from blockyard.services.gpu_worker.arrays import Words
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
+from blockyard.services.gpu_worker.execution.cuda.decode_graphs import begin_adapters
 from blockyard.services.gpu_worker.execution.cuda.device_ops import DeviceOps
 from blockyard.services.gpu_worker.execution.device_slots import SLOTS
 from blockyard.services.gpu_worker.execution.ranks.follower import compute_logits
+from blockyard.services.gpu_worker.execution.ranks.slot_changes import ReceivedChanges
 from blockyard.services.gpu_worker.host_link import put
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.memory import blocks_of
@@ -30,12 +35,22 @@ from blockyard.services.gpu_worker.parallel.commands import (
     DropGraph,
     EndGraph,
     InstallKernels,
+    ReceiveChanges,
     ReplayGraph,
     ScatterWords,
+    TakeChanges,
 )
 from blockyard.services.gpu_worker.parallel.team import RankGroups
 from blockyard.services.gpu_worker.step import InputVectors, LogitsIndices, Step
 from blockyard.shared.messages import Geometry
+
+
+@dataclass(slots=True)
+class FollowerGraph:
+    """A forward pass that is captured."""
+
+    graph: torch.cuda.CUDAGraph
+    words: Tensor  # its input
 
 
 class DeviceFollowerSteps:
@@ -55,20 +70,22 @@ class DeviceFollowerSteps:
         self._install_kernels = install_kernels
         width = blocks_of(geometry.max_model_len, geometry.block_size)
         self._state = SlotState.make(SLOTS * geometry.max_num_seqs, geometry.max_num_seqs, width, pool.device)
+        self._inputs = StepInputs.make(geometry.max_num_seqs, pool.device)
+        self._changes = ReceivedChanges(ranks, geometry.max_num_seqs, model.table.link, self._write_changes)
         self._hidden = torch.empty(0, 0)  # output of the last forward pass
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[int, FollowerGraph] = {}
         self._graph_pool: Any = None
-        self._capture = ExitStack()  # of the graph that is captured
+        self._captured: FollowerGraph | None = None  # the graph that is captured
+        self._capture = ExitStack()
 
     def forget(self) -> None:
+        self._changes.clear()
         self._graphs.clear()
 
     def do(self, command: Command) -> None:
         if self._ranks.tensor is not None:
             self._ranks.tensor.check()
         match command:
-            case ReplayGraph(key):
-                self._graphs[key].replay()
             case DeviceForward():
                 self._hidden = self._forward(command)
             case ComputeLogits():
@@ -76,15 +93,30 @@ class DeviceFollowerSteps:
             case ScatterWords(index, values):
                 pairs = np.frombuffer(index + values, np.int32).reshape(2, -1).copy()
                 self._ops.scatter(self._state.arena, self._on_device(pairs), pairs.shape[1])
-            case DropGraph(key):
-                del self._graphs[key]
+            case ReceiveChanges(num_rows):
+                self._changes.receive(num_rows)
+            case TakeChanges(count):
+                self._changes.take(count)
             case InstallKernels(tuned):
                 assert self._install_kernels is not None
                 self._install_kernels(tuned)
+            case _:
+                self._do_with_graph(command)
+
+    def _do_with_graph(self, command: Command) -> None:
+        match command:
+            case ReplayGraph(key, words):
+                graph = self._graphs[key]
+                if words:
+                    graph.words.copy_(self._on_device(np.frombuffer(words, np.int32).copy()))
+                graph.graph.replay()
             case BeginGraph(key):
                 self._begin(key)
             case EndGraph():
                 self._capture.close()
+                self._captured = None
+            case DropGraph(key):
+                del self._graphs[key]
             case _:
                 raise AssertionError(f"no command of a step on a GPU: {command}")
 
@@ -92,37 +124,54 @@ class DeviceFollowerSteps:
         if not self._graphs:  # torch takes no capture into a pool whose graphs have all been dropped
             self._graph_pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self._pool.device)
-        self._graphs[key] = graph = torch.cuda.CUDAGraph()
-        capture = torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local")
+        self._graphs[key] = self._captured = captured = FollowerGraph(torch.cuda.CUDAGraph(), torch.empty(0))
+        capture = torch.cuda.graph(captured.graph, pool=self._graph_pool, capture_error_mode="thread_local")
         self._capture.enter_context(capture)
 
     def _forward(self, command: DeviceForward) -> Tensor:
-        num_tokens, num_logits = command.num_tokens, max(command.num_logits, 0)
-        parts = [num_tokens] * 3 + [command.num_starts] + [num_logits] * 3 + [num_tokens * command.has_adapters]
-        parts.append(command.num_tables * command.table_width)
-        if command.words:
-            words = self._on_device(np.frombuffer(command.words, np.int32).copy()).long()
-        else:
-            words = torch.empty(sum(parts), dtype=torch.int64, device=self._pool.device)
-            self._ranks.everyone.copy_from_leader(words)
+        num_logits, num_sent = max(command.num_logits, 0), command.num_tokens - command.num_gathered
+        sizes = [num_sent] * 3 + [command.num_starts, num_logits, num_logits, command.num_tables * command.table_width]
+        words = self._words(command.words, sum(sizes))
         vectors = self._vectors(command)
-        token_ids, positions, slots, starts, *needed, places, tables = torch.split(words, parts)
-        self._model.adapter_rows.begin(places.int() if command.has_adapters else None)
+        *sent, starts, rows, last, tables = torch.split(words, sizes)
+        starts, tables = starts.clone(), tables.clone()  # kernels are compiled again for other alignments
+        token_ids, positions, slots = self._tokens(command.num_gathered, [one.long() for one in sent])
+        begin_adapters(self._model, self._state, slots if command.has_adapters else None)
         metadata = AttentionMetadata(
             PagedKVMetadata(
                 slots,
                 positions,
-                tables.int().view(-1, command.table_width) if command.num_tables else self._state.tables,
+                tables.view(-1, command.table_width) if command.num_tables else self._state.tables,
             ),
-            query_start_loc=starts.int() if command.num_starts else None,
+            query_start_loc=starts if command.num_starts else None,
             num_decodes=command.num_decodes,
             max_seq_len=command.max_seq_len,
             prefill_max_seq_len=command.prefill_max_seq_len,
             max_context_len=command.max_context_len,
         )
-        indices = None if command.num_logits < 0 else LogitsIndices(*needed)
+        needed = None
+        if command.num_logits >= 0:
+            owners = F.pad(slots, (0, 1), value=-1)  # the token behind all others is of no slot
+            last = last.long()
+            needed = LogitsIndices(rows.long(), owners[last], F.pad(positions, (0, 1))[last])
         attend = self._ops.attend(self._pool, metadata)
-        return self._model.forward(Step(token_ids, positions, attend, indices, vectors))
+        return self._model.forward(Step(token_ids, positions, attend, needed, vectors))
+
+    def _words(self, words: bytes, count: int) -> Tensor:
+        """Returns the words of a forward pass; those of a graph are given to it before each run."""
+        if self._captured is None:
+            return self._on_device(np.frombuffer(words, np.int32).copy())
+        self._captured.words = torch.empty(count, dtype=torch.int32, device=self._pool.device)
+        return self._captured.words
+
+    def _tokens(self, num_gathered: int, sent: list[Tensor]) -> list[Tensor]:
+        """Returns ids, positions and slots of all tokens. sent: those of tokens that are not gathered."""
+        if not num_gathered:
+            return sent
+        inputs = self._inputs.first(num_gathered)
+        self._ops.gather_inputs(self._state, inputs)
+        gathered = [inputs.token_ids, inputs.positions, inputs.slots]
+        return [torch.cat(both) for both in zip(gathered, sent, strict=True)] if len(sent[0]) else gathered
 
     def _vectors(self, command: DeviceForward) -> InputVectors | None:
         if not command.num_vectors:
@@ -133,6 +182,9 @@ class DeviceFollowerSteps:
         for one in (rows, values):
             self._ranks.everyone.copy_from_leader(one)
         return InputVectors(rows, values)
+
+    def _write_changes(self, changes: Tensor) -> None:
+        self._ops.write_changes(self._state, changes)
 
     def _on_device(self, words: Words) -> Tensor:
         """Does not wait for the device, which may be some steps behind."""

@@ -7,7 +7,7 @@ from torch import Tensor
 from blockyard.kernels.attention.packed.packed_attention import packed_attention
 from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
-from blockyard.services.gpu_worker.arrays import Ints
+from blockyard.services.gpu_worker.arrays import Integers, Ints
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.attention.triton_attention import build_attention
 from blockyard.services.gpu_worker.execution.device_loop import StepRequest
@@ -30,21 +30,24 @@ class TritonChunkAttention:
         before = table.num_computed[slots]
         longest = int((before + counts).max())
         tables = table.tables[:, : -(-longest // self._pool.block_size)][slots].astype(np.int32)
-        on_device = PagedKVMetadata(
-            put(np.repeat(np.arange(num_seqs), counts), device, self._link),
-            put(positions, device, self._link),
-            put(tables, device, self._link),
-        )
+        sequences = np.repeat(np.arange(num_seqs), counts)
+        on_device = PagedKVMetadata(*(put(one, device, self._link) for one in (sequences, positions, tables)))
+        has_prefill = num_decodes < num_seqs
         starts = np.concatenate([np.cumsum(counts) - counts, [len(rows)]])[num_decodes:].astype(np.int32)
         metadata = AttentionMetadata(
             on_device,
-            query_start_loc=put(starts, device, self._link) if num_decodes < num_seqs else None,
+            query_start_loc=put(starts, device, self._link) if has_prefill else None,
             num_decodes=num_decodes,
             max_seq_len=longest,
             max_context_len=int(before.max()),
         )
         attend = build_attention(self._pool, metadata)
-        return DeviceAttend(attend, metadata, has_tables=True) if self._has_followers else attend
+        if not self._has_followers:
+            return attend
+        ids = table.token_ids[rows, positions]
+        sent: list[Integers] = [ids, positions, sequences, starts[: len(starts) * has_prefill], tables.ravel()]
+        words = np.concatenate(sent, dtype=np.int32, casting="same_kind").tobytes()
+        return DeviceAttend(attend, metadata, 0, words, has_tables=True)
 
 
 class TritonPackedProduct:

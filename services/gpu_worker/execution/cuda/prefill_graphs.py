@@ -16,11 +16,17 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.int_math import wrap_int32
-from blockyard.services.gpu_worker.execution.cuda.decode_graphs import SAMPLE_VARIANTS, DecodeSteps, Replay
+from blockyard.services.gpu_worker.execution.cuda.decode_graphs import (
+    SAMPLE_VARIANTS,
+    DecodeSteps,
+    MirroredReplay,
+    Replay,
+)
 from blockyard.services.gpu_worker.execution.cuda.prefill_sizes import GraphCost, PrefillGraphSizes
 from blockyard.services.gpu_worker.execution.cuda.prefill_steps import (
     BatchDescriptor,
     PrefillStep,
+    host_words,
     write_step,
     write_trial,
 )
@@ -50,7 +56,11 @@ class PrefillGraph:
         words = buffers.words(len(self.words))
         write_step(words, self.descriptor, step, table)
         self.words.copy_(words, non_blocking=True)
-        self.forward.replay()
+        if isinstance(self.forward, MirroredReplay):
+            num_logits = None if self.descriptor.keeps_hidden else self.descriptor.num_seqs
+            self.forward.replay(host_words(words, self.descriptor, num_logits))
+        else:
+            self.forward.replay()
         self.samples[needs_processing].replay()
 
 
@@ -101,6 +111,8 @@ class PrefillGraphs:
         """Number and memory of graphs, in one line."""
         if self._problem:
             return f"CUDA graphs of prefills: none: {self._problem}"
+        if not self._enabled:
+            return "CUDA graphs of prefills: none, replicas compute prompts of different sizes"
         missing, most = len(self._sizes.missing), max((one.num_prefill_tokens for one in self._graphs), default=0)
         left = f", up to {missing} more when idle" if missing else ""
         return (
@@ -148,7 +160,7 @@ class CudaGraphRecorder:
         host = torch.empty(sum(descriptor.parts), dtype=torch.int64)
         write_trial(host, descriptor, self._steps.pool.shape.vocab_size)
         words = host.to(self._device)
-        step = PrefillStep(self._steps, descriptor, words, layers=self._layer_words)
+        step = PrefillStep(self._steps, descriptor, words, layers=self._layer_words, host=host)
         held = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         self._begin(descriptor)
@@ -180,9 +192,9 @@ class CudaGraphRecorder:
 
     def _begin(self, descriptor: BatchDescriptor) -> None:
         """Prepares a trial: all rows are padding, and it has the number of the last step."""
-        slots, last = self._steps.slots, self._steps.ring.step
-        slots.clear_rows()
-        slots.state.step.fill_(wrap_int32(last - 1 if descriptor.num_decodes else last))  # gathering rows adds 1
+        self._steps.clear_rows()
+        state, last = self._steps.slots.state, self._steps.ring.step
+        state.step.fill_(wrap_int32(last - 1 if descriptor.num_decodes else last))  # gathering rows adds 1
 
     @contextlib.contextmanager
     def _recorded(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:

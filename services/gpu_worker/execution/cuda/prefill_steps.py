@@ -126,10 +126,9 @@ def host_words(words: Tensor, descriptor: BatchDescriptor, num_logits: int | Non
     """Returns what a step sends its followers, see `DeviceForward`. num_logits: None for all tokens."""
     rows, last, places, _, starts = (part.numpy() for part in torch.split(words, descriptor.parts))
     table = rows.reshape(NUM_INPUT_WORDS, -1)  # ids, positions and slots are its first rows
-    sent = [*table[:3, : descriptor.num_tokens], starts.view(np.int32)[: descriptor.num_prefills + 1]]
-    if num_logits is not None:
-        needed = last[:num_logits]
-        sent += [places[:num_logits], table[2, needed], table[1, needed]]
+    prefills = table[:3, descriptor.num_decodes : descriptor.num_tokens]
+    sent = [*prefills, starts.view(np.int32)[: descriptor.num_prefills + 1]]
+    sent += [] if num_logits is None else [places[:num_logits], last[:num_logits]]
     return np.concatenate(sent, dtype=np.int32, casting="same_kind").tobytes()
 
 
@@ -169,12 +168,9 @@ class PrefillSteps:
         has_samples = write_step(words, descriptor, step, table)
         max_seq_len = int((table.num_computed[step.slots] + step.counts).max())
         max_context_len = max_context(step, table)
-        # followers of a leader get what the host has without waiting for the leader's device
-        is_of_host = self._steps.mirror is not None and not (descriptor.num_decodes or descriptor.is_adapted)
-        host = words if is_of_host else None
-        words = words.to(self._device, non_blocking=True)
+        on_device = words.to(self._device, non_blocking=True)
         return PrefillStep(
-            *(self._steps, descriptor, words, has_samples, max_seq_len, layers, max_context_len, host, vectors)
+            *(self._steps, descriptor, on_device, has_samples, max_seq_len, layers, max_context_len, words, vectors)
         )
 
 
@@ -206,8 +202,8 @@ class PrefillStep:
         """has_samples: a slot may sample. max_seq_len: of the prompts, with this step; None: unknown.
 
         layers: records which layers are stored. max_context_len: of the prompts, before this step; it need not be known
-        unless a layer is latent. host: the words in host memory, of a step without decodes; None: they may not be sent.
-        vectors: inputs of tokens in place of their ids.
+        unless a layer is latent. host: the words in host memory; None: there are no followers. vectors: inputs of
+        tokens in place of their ids.
         """
         self._steps, self._descriptor, self._has_samples, self._max_seq_len = (
             steps,
@@ -258,7 +254,10 @@ class PrefillStep:
             max_context_len=self._max_context_len,
         )
         num_logits = None if logits_indices is None else len(logits_indices.rows)
-        words = b"" if self._host is None else host_words(self._host, self._descriptor, num_logits)
-        attend = steps.attend(metadata, self._layers, words)
+        words = b""
+        if steps.mirror is not None:
+            assert self._host is not None
+            words = host_words(self._host, self._descriptor, num_logits)
+        attend = steps.attend(metadata, self._descriptor.num_decodes, self._layers, words)
         steps.begin_adapters(inputs.slots, is_adapted=self._descriptor.is_adapted)
         return steps.model.forward(Step(inputs.token_ids, inputs.positions, attend, logits_indices, self._vectors))

@@ -1,9 +1,11 @@
-"""Steps of a worker with several ranks, on the CPU: the leader decides and samples, and followers compute their part.
+"""Steps of a worker with several ranks: the leader decides and samples, and followers compute their part.
 
 - `LeaderModel`, `LeaderMetadata`, `LeaderStore`, `LeaderPool`: stand in the places of a model, the builder of its
   attention, host memory for blocks and changes of the KV pool. They send what is asked of them to the followers, and
   then do it.
 - `PipelinedCpuSteps`: with pipeline stages, the earlier ones compute a step while the leader's computes another.
+- `DeviceMirror` tells followers with GPUs of slots and CUDA graphs. `SentChanges` and `ReceivedChanges`: what steps
+  change of the slots comes to them beside the steps, so that stages compute steps of other sequences meanwhile.
 - `Follower`: does what comes. It knows no plan, no slot and no clock: only what the leader sends.
 - `MovableExperts`: the experts of a rank that has them whole: counts how often they are chosen, and moves them.
   `ExpertBalancer` is the leader's: it decides which move, by `parallel.expert_balance`.

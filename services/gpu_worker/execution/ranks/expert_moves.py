@@ -10,6 +10,7 @@ from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProduc
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.parallel.commands import CountExperts, SumExpertLoads, TradeExperts
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
+from blockyard.services.gpu_worker.parallel.replicas import ExpertExchange
 from blockyard.services.gpu_worker.parallel.stages import place_of
 from blockyard.services.gpu_worker.parallel.team import RankGroups
 from blockyard.shared.config.services.worker import WorkerConfig
@@ -91,21 +92,25 @@ def movable_experts(config: WorkerConfig, model: Model, ranks: RankGroups | None
     return MovableExperts(model.experts(), ranks)
 
 
-def agree_on_numbers(experts: Sequence[ExpertProducts], ranks: RankGroup | None) -> None:
+def agree_on_numbers(experts: Sequence[ExpertProducts], *groups: RankGroup | None) -> None:
     """Numbers that hold for all experts of a layer are those of all ranks' experts: the largest one counts.
 
-    Collective. ranks: of the layers; None: there is one.
+    Collective. groups: of ranks that have experts of the layers; None: there is one rank.
     """
-    if ranks is None:
-        return
-    for one in experts:
-        for number in one.numbers() if one.places is not None else ():
-            number.copy_(ranks.largest(number.to(ranks.device)))
+    for group in groups:
+        if group is None:
+            continue
+        for one in experts:
+            for number in one.numbers() if one.places is not None else ():
+                number.copy_(group.largest(number.to(group.device)))
 
 
-def describe_spread(config: WorkerConfig, model: Model, ranks: RankGroups | None) -> list[str]:
+def describe_spread(
+    config: WorkerConfig, model: Model, ranks: RankGroups | None, exchange: ExpertExchange | None = None
+) -> list[str]:
     """Returns a line if --enable-expert-parallel has no effect."""
-    if not config.expert_parallel or (ranks is not None and ranks.tensor is not None and model.experts()):
+    are_several = exchange is not None or (ranks is not None and ranks.tensor is not None)
+    if not config.expert_parallel or (are_several and model.experts()):
         return []
-    what = "there is one rank" if ranks is None else "this model has none"
+    what = "there is one rank" if model.experts() else "this model has none"
     return [f"--enable-expert-parallel spreads no experts: {what}"]

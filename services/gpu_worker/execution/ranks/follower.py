@@ -17,6 +17,7 @@ from blockyard.services.gpu_worker.models.interface import Model, tensors_of
 from blockyard.services.gpu_worker.parallel.commands import (
     LAST_OUTPUT,
     AttentionCall,
+    BeginExchange,
     Command,
     ComputeLogits,
     CopyBlocks,
@@ -28,9 +29,11 @@ from blockyard.services.gpu_worker.parallel.commands import (
     ReleaseMemory,
     SaveBlocks,
     ScrubBlocks,
+    ServeExperts,
     SumExpertLoads,
     TradeExperts,
 )
+from blockyard.services.gpu_worker.parallel.replicas import ExpertExchange
 from blockyard.services.gpu_worker.parallel.team import RankGroups
 from blockyard.services.gpu_worker.step import Attend, InputVectors, Step
 from blockyard.services.kv_transfer.host.host_store import BlockStore
@@ -158,11 +161,21 @@ class Follower:
                 self._release(weights)
             case ReclaimMemory(weights, kv):
                 self._reclaim(weights, kv)
+            case BeginExchange(num_rows):
+                self._exchange.num_rows = num_rows or None
+            case ServeExperts():
+                self._exchange.serve()
             case CountExperts() | SumExpertLoads() | TradeExperts():
                 assert self._experts is not None
                 self._experts.do(command)
             case _:
                 self._steps.do(command)
+
+    @property
+    def _exchange(self) -> ExpertExchange:
+        exchange = self._model.table.exchange
+        assert exchange is not None, "this replica has all experts"
+        return exchange
 
     def _release(self, weights: bool) -> None:
         self._steps.forget()

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.kernels.slots.slot_state import SlotState
 from blockyard.services.gpu_worker.arrays import Ints, Words
 from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
-from blockyard.services.gpu_worker.host_link import DeviceEvent
+from blockyard.services.gpu_worker.execution.ranks.slot_changes import SentChanges
+from blockyard.services.gpu_worker.host_link import DeviceEvent, HostLink
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
@@ -49,7 +51,7 @@ class LeaderModel:
     """Implements `Model` for the leader's share. Its logits have the parts of all ranks."""
 
     def __init__(self, model: Model, ranks: RankGroups, send: SendCommand) -> None:
-        self._model, self._ranks, self._send = model, ranks, send
+        self._model, self.ranks, self._send = model, ranks, send
         self.shape, self.table = model.shape, model.table
         self.adapter_rows, self.adaptable = model.adapter_rows, model.adaptable
         self._last: Tensor | None = None  # output of `forward`
@@ -83,7 +85,10 @@ class LeaderModel:
         assert step.token_types is None, "followers get no token types"
         attend = step.attend
         if isinstance(attend, DeviceAttend):
-            self._send_inputs(step, attend)
+            self._send(_device_forward(step, attend, has_adapters=self.adapter_rows.is_active))
+            if step.vectors is not None:
+                self.ranks.everyone.copy_from_leader(step.vectors.rows)
+                self.ranks.everyone.copy_from_leader(step.vectors.values.contiguous())
             step = replace(step, attend=attend.attend)
         else:
             assert step.logits_indices is None, "steps on the CPU compute all rows"
@@ -95,57 +100,19 @@ class LeaderModel:
         self._last = self._model.forward(step)
         return self._last
 
-    def _send_inputs(self, step: Step, attend: "DeviceAttend") -> None:
-        """Sends what only the device has from there: in a CUDA graph each replay sends it again."""
-        metadata = attend.metadata
-        starts, needed = metadata.query_start_loc, step.logits_indices
-        tables = metadata.rows.tables if attend.has_tables else None
-        num_tables, table_width = (0, 0) if tables is None else tables.shape
-        self._send(
-            DeviceForward(
-                len(step.token_ids),
-                0 if starts is None else len(starts),
-                -1 if needed is None else len(needed.rows),
-                metadata.num_decodes,
-                metadata.max_seq_len,
-                metadata.prefill_max_seq_len,
-                metadata.max_context_len,
-                self.adapter_rows.is_active,
-                num_tables,
-                table_width,
-                attend.words,
-                *((0, 0) if step.vectors is None else step.vectors.values.shape),
-            )
-        )
-        if not attend.words:
-            self._send_words(step, attend)
-        if step.vectors is not None:
-            self._ranks.everyone.copy_from_leader(step.vectors.rows)
-            self._ranks.everyone.copy_from_leader(step.vectors.values.contiguous())
-
-    def _send_words(self, step: Step, attend: "DeviceAttend") -> None:
-        metadata, starts, needed = attend.metadata, attend.metadata.query_start_loc, step.logits_indices
-        tables = metadata.rows.tables if attend.has_tables else None
-        words = [step.token_ids, step.positions, metadata.rows.slots]
-        words += [] if starts is None else [starts.long()]
-        words += [] if needed is None else [needed.rows, needed.slots, needed.positions]
-        words += [self.adapter_rows.places.long()] if self.adapter_rows.is_active else []
-        words += [] if tables is None else [tables.long().flatten()]
-        self._ranks.everyone.copy_from_leader(torch.cat(words))
-
     def logits(self, hidden: Tensor) -> Tensor:
         """Followers get the rows: all ranks of the stage have the same hidden states, and only the leader knows which
         it samples."""
-        if self._ranks.tensor is None:
+        if self.ranks.tensor is None:
             return self._model.logits(hidden)
         if hidden is self._last:
             self._send(ComputeLogits(LAST_OUTPUT), Followers.LAST_STAGE)
         else:
             self._send(ComputeLogits(len(hidden), self.adapter_rows.is_active), Followers.LAST_STAGE)
             hidden = hidden.contiguous()
-            self._ranks.tensor.copy_from_leader(hidden)
+            self.ranks.tensor.copy_from_leader(hidden)
             if self.adapter_rows.is_active:
-                self._ranks.tensor.copy_from_leader(self.adapter_rows.places.contiguous())
+                self.ranks.tensor.copy_from_leader(self.adapter_rows.places.contiguous())
         return self._model.logits(hidden)
 
 
@@ -157,6 +124,27 @@ def _forward_pass(step: Step, adapter_places: Tensor | None) -> ForwardPass:
         return ForwardPass(*inputs)
     rows, values = step.vectors.rows, step.vectors.values.contiguous().view(torch.uint8)  # numpy has no bfloat16
     return ForwardPass(*inputs, rows.numpy().tobytes(), values.numpy().tobytes())
+
+
+def _device_forward(step: Step, attend: "DeviceAttend", *, has_adapters: bool) -> DeviceForward:
+    metadata, needed = attend.metadata, step.logits_indices
+    starts = metadata.query_start_loc
+    num_tables, table_width = metadata.rows.tables.shape if attend.has_tables else (0, 0)
+    return DeviceForward(
+        len(step.token_ids),
+        attend.num_gathered,
+        0 if starts is None else len(starts),
+        -1 if needed is None else len(needed.rows),
+        metadata.num_decodes,
+        metadata.max_seq_len,
+        metadata.prefill_max_seq_len,
+        metadata.max_context_len,
+        has_adapters,
+        num_tables,
+        table_width,
+        attend.words,
+        *((0, 0) if step.vectors is None else step.vectors.values.shape),
+    )
 
 
 class CalledAttend:
@@ -179,11 +167,17 @@ class DeviceAttend:
     """Implements `Attend` on a GPU, with what it was built from: followers build theirs of the same."""
 
     def __init__(
-        self, attend: Attend, metadata: AttentionMetadata, words: bytes = b"", *, has_tables: bool = False
+        self,
+        attend: Attend,
+        metadata: AttentionMetadata,
+        num_gathered: int,
+        words: bytes = b"",
+        *,
+        has_tables: bool = False,
     ) -> None:
-        """words: see `DeviceForward`. has_tables: followers do not know the block tables, because they are not those of
-        slots."""
-        self.attend, self.metadata, self.words, self.has_tables = attend, metadata, words, has_tables
+        """num_gathered, words: see `DeviceForward`. has_tables: the block tables are not those of slots."""
+        self.attend, self.metadata, self.has_tables = attend, metadata, has_tables
+        self.num_gathered, self.words = num_gathered, words
 
     def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
         return self.attend(layer, qkv, rotation, norm)
@@ -218,13 +212,17 @@ class CheckedEvent:
 class DeviceMirror:
     """Tells followers with GPUs of what a leader does to its slots and CUDA graphs."""
 
-    def __init__(self, send: SendCommand, ranks: RankGroup | None = None) -> None:
-        """ranks: that share the layers of the leader's stage; None: it is alone."""
-        self._send, self._ranks, self._num_graphs = send, ranks, 0
+    def __init__(self, send: SendCommand, ranks: RankGroups, link: HostLink) -> None:
+        """link: of the leader's device."""
+        self._send, self._ranks, self._link, self._num_graphs = send, ranks, link, 0
 
     def checked(self, done: DeviceEvent) -> DeviceEvent:
         """Returns the event, which raises RankLostError where a step has got no sum."""
-        return done if self._ranks is None else CheckedEvent(done, self._ranks)
+        return done if self._ranks.tensor is None else CheckedEvent(done, self._ranks.tensor)
+
+    def send_changes(self, state: SlotState) -> SentChanges:
+        """state: of the leader's slots."""
+        return SentChanges(self._send, self._ranks, state, self._link)
 
     def scatter(self, index: Words, values: Words) -> None:
         self._send(ScatterWords(index.tobytes(), values.tobytes()))
@@ -239,8 +237,8 @@ class DeviceMirror:
         finally:
             self._send(EndGraph())
 
-    def replay(self, key: int) -> None:
-        self._send(ReplayGraph(key))
+    def replay(self, key: int, words: bytes) -> None:
+        self._send(ReplayGraph(key, words))
 
     def drop(self, key: int) -> None:
         self._send(DropGraph(key))

@@ -50,8 +50,8 @@ class PipelinedCpuSteps:
         self._steps.order(slots)
 
     def depends(self, plan: StepPlan) -> bool:
-        """Whether a plan may be applied only once all steps in flight are computed: it needs their tokens, or changes
-        what they read."""
+        """Whether a plan may not be applied yet: it needs tokens of steps that are not computed, or changes what they
+        read."""
         if not self._num_pending:
             return False
         if plan.copies or plan.saves or plan.fetches:

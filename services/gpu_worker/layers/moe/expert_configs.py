@@ -174,3 +174,9 @@ def pick(shape: ExpertShape, rows: int, measured: Mapping[int, ExpertConfig]) ->
     if not near:
         return candidates(shape, rows)[0]
     return measured[min(near, key=lambda known: abs(math.log(known / rows)))]
+
+
+def pick_unfused(shape: ExpertShape, rows: int, measured: Mapping[int, ExpertConfig]) -> ExpertConfig:
+    """As `pick`, of the kernels that return the product of each pair of a row and an expert."""
+    config = pick(shape, rows, measured)
+    return next(one for one in (config, *candidates(shape, rows)) if one.kernel != "skinny")

@@ -9,10 +9,13 @@ from torch import Tensor
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.routing import Routing
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers, make_spec
+from blockyard.services.gpu_worker.layers.moe.expert_matrices import ExpertMatrix
 from blockyard.services.gpu_worker.layers.moe.expert_places import ExpertPlaces
 from blockyard.services.gpu_worker.loading.expert_loads import LayerLoad
 from blockyard.services.gpu_worker.loading.linear_spec import ExpertSpec, MatrixPart, Rows, Split, part
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
+from blockyard.services.gpu_worker.parallel.replicas import ExpertExchange
+from blockyard.services.gpu_worker.parallel.shares import over_replicas
 from blockyard.services.gpu_worker.quantization.method import ExpertLinear, ExpertMethod
 from blockyard.shared.errors import ConfigError
 
@@ -31,6 +34,7 @@ class ExpertWeights:
     is_partial: bool = False  # the sum of a row's experts is still to be added to other ranks' sums
     ranks: RankGroup | None = None  # that add them; None: one rank, or the model is only declared
     places: ExpertPlaces | None = None  # of experts that ranks have whole; None: each has a share of every expert
+    exchange: ExpertExchange | None = None  # with ranks of other replicas, which have others; None: there are none
 
     def num_own(self, routing: Routing) -> int:
         return routing.num_experts if self.places is None else self.places.num_own
@@ -44,6 +48,9 @@ class ExpertProducts(Protocol):
 
     def linears(self) -> list[Linear]:
         """The matrices that are linear layers of their own."""
+
+    def matrices(self) -> list[ExpertMatrix]:
+        """The products that adapters change for all experts at once; none where each expert has linear layers."""
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the weights."""
@@ -131,21 +138,23 @@ def stacked_experts(
 
 def _make(layers: LinearLayers, gate_up: ExpertSpec, down: ExpertSpec) -> ExpertWeights:
     table, places = layers.table, None
-    if table.spreads_experts and table.shard.size > 1:
-        if gate_up.num_experts < table.shard.size:
+    shard = over_replicas(table.shard, table.replica)
+    if table.spreads_experts and shard.size > 1:
+        if gate_up.num_experts < shard.size:
             raise ConfigError(
-                f"--enable-expert-parallel: {gate_up.num_experts} experts cannot be on {table.shard.size} ranks"
+                f"--enable-expert-parallel: {gate_up.num_experts} experts cannot be on {shard.size} ranks"
             )
-        places = ExpertPlaces(gate_up.num_experts, table.shard, table.device, counts=table.moves_experts)
+        places = ExpertPlaces(gate_up.num_experts, shard, table.device, counts=table.moves_experts)
         own = places.first
         gate_up, down = (replace(one, own=own, matrix=replace(one.matrix, split=Split.NONE)) for one in (gate_up, down))
     return ExpertWeights(
         gate_up=layers.experts(gate_up),
         down=layers.experts(down),
         specs=(gate_up, down),
-        device=layers.table.device,
-        load=layers.table.expert_load(gate_up.num_experts) if places is None else None,
-        is_partial=layers.table.shard.size > 1,
-        ranks=layers.table.ranks,
+        device=table.device,
+        load=table.expert_load(gate_up.num_experts) if places is None else None,
+        is_partial=shard.size > 1,
+        ranks=table.ranks,
         places=places,
+        exchange=table.exchange,
     )

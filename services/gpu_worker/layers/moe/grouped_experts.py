@@ -19,7 +19,9 @@ from blockyard.kernels.moe.route_experts import route_experts
 from blockyard.kernels.moe.routing import Routing
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.moe import expert_configs
+from blockyard.services.gpu_worker.layers.moe.adaptable_experts import AdaptableExperts
 from blockyard.services.gpu_worker.layers.moe.expert_configs import ExpertConfig, ExpertShape
+from blockyard.services.gpu_worker.layers.moe.expert_matrices import ExpertMatrix
 from blockyard.services.gpu_worker.layers.moe.expert_places import ExpertPlaces
 from blockyard.services.gpu_worker.layers.moe.expert_products import find_product
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertWeights
@@ -43,6 +45,7 @@ class GroupedExperts:
         takes_prefill = self.is_on_device and all(one.takes_prefill for one in both)  # TMA cannot read host memory
         form = " ".join(dict.fromkeys(one.form for one in both))
         self.places, self._num_own = weights.places, weights.num_own(routing)
+        self._adaptable = AdaptableExperts(weights, self._num_own, gate, *both)
         self._methods = weights.gate_up, weights.down
         self._numbers = [one for method in self._methods for one in method.numbers()]
         self.shape = ExpertShape(self._num_own, routing.top_k, hidden, inner, takes_prefill, form)
@@ -51,6 +54,9 @@ class GroupedExperts:
 
     def linears(self) -> list[Linear]:
         return []
+
+    def matrices(self) -> list[ExpertMatrix]:
+        return self._adaptable.matrices
 
     def tensors(self) -> list[Tensor]:
         return self._tensors
@@ -69,7 +75,8 @@ class GroupedExperts:
         return route_experts(logits, self._routing, bias, factors)
 
     def fuses_norm(self, rows: int) -> bool:
-        return not self._gate_up.rounds_inputs and self._config(rows).kernel == "skinny"
+        is_plain = not self._gate_up.rounds_inputs and not self._adaptable.is_active
+        return is_plain and self._config(rows).kernel == "skinny"
 
     def _config(self, rows: int) -> ExpertConfig:
         return expert_configs.pick(self.shape, rows, self._measured)
@@ -84,9 +91,15 @@ class GroupedExperts:
         residual: Tensor | None = None,
         norm: RMSNorm | None = None,
     ) -> Tensor | None:
-        config = self._invariant if batch_invariant else self._config(len(x))
         if self.places is not None:
             experts = self.places.find(experts)
+        if self._adaptable.is_active:
+            config = self._invariant
+            if not batch_invariant:
+                config = expert_configs.pick_unfused(self.shape, len(x), self._measured)
+            pairs = self._adaptable.multiply(config, x, experts, self._scales(weights), self._load)
+            return self._combine(pairs, experts, shared)
+        config = self._invariant if batch_invariant else self._config(len(x))
         return self._forward(config, x, experts, weights, shared, self._load, residual, norm)
 
     def forward_with(
@@ -116,6 +129,9 @@ class GroupedExperts:
         pairs = self._multiply(config, x, experts, weights, load)
         if residual is not None and shared is None and config is not self._invariant and len(x) <= MOST_ADDED_ROWS:
             return pairs.view(*experts.shape, pairs.shape[1])  # the kernel that adds them to the residual sums them
+        return self._combine(pairs, experts, shared)
+
+    def _combine(self, pairs: Tensor, experts: Tensor, shared: Tensor | None) -> Tensor:
         if self.places is not None:
             return combine_experts(pairs, self._routing.top_k, shared, experts, self._num_own)
         return combine_experts(pairs, self._routing.top_k, shared)

@@ -1,7 +1,6 @@
 """A mixture of experts as the feed-forward sublayer: a router, experts, and shared experts that every row has."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +12,11 @@ from blockyard.kernels.moe.routing import Routing, choose_experts
 from blockyard.services.gpu_worker.layers.fused_ops import find_ops, with_sums
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers, make_spec
 from blockyard.services.gpu_worker.layers.mlp import GatedMLP
+from blockyard.services.gpu_worker.layers.moe.expert_matrices import ExpertMatrix, expert_specs
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts, ExpertWeights
+from blockyard.services.gpu_worker.layers.moe.spread_experts import SpreadExperts
 from blockyard.services.gpu_worker.layers.norm import Norm
-from blockyard.services.gpu_worker.loading.linear_spec import ExpertSpec, LinearSpec, part
+from blockyard.services.gpu_worker.loading.linear_spec import ExpertSpec, part
 from blockyard.services.gpu_worker.quantization.dense import Float32Linear
 from blockyard.services.gpu_worker.quantization.method import ExpertLinear, Fusion
 
@@ -59,13 +60,16 @@ class RoutedExperts:
         self._router, self._choice_bias, self._expert_factors = router, choice_bias, expert_factors
         self._ops = with_sums(find_ops(weights.device), weights.ranks)
         self._shared, self._shared_gate = shared, shared_gate
-        self._experts, self._is_partial = find_experts(weights, routing, gate, scales_input), weights.is_partial
+        self._products = find_experts(weights, routing, gate, scales_input)
+        self._experts, self._is_partial = self._products, weights.is_partial
+        if weights.exchange is not None:
+            self._experts = SpreadExperts(self._products, weights, routing)
         [self._router_linear] = router.linears() if isinstance(router, ExactRouter) else [router]
         if shared is None:  # otherwise several read the norm of the residual, and one kernel computes it for all
             self._router_linear.ask_fusion(Fusion.NORM)
 
     def experts(self) -> list[ExpertProducts]:
-        return [self._experts]
+        return [self._products]
 
     def linears(self) -> list[Linear]:
         shared = self._shared.linears() if self._shared is not None else []
@@ -147,6 +151,9 @@ class HostExperts:
     def linears(self) -> list[Linear]:
         return [*self._gate_up, *self._down]
 
+    def matrices(self) -> list[ExpertMatrix]:
+        return []
+
     def tensors(self) -> list[Tensor]:
         return [tensor for linear in self.linears() for tensor in linear.method.tensors().values()]
 
@@ -196,19 +203,8 @@ class HostExperts:
 
 
 def _each_linear(methods: Sequence[ExpertLinear], stored: ExpertSpec | None, experts: range) -> list[Linear]:
-    """The experts' linear layers, each under its own name: a stack X.experts.Y is X.experts.0.Y and so on."""
-    inputs, outputs = methods[0].shape
-    matrix = make_spec([part("", outputs)], inputs) if stored is None else stored.matrix
-
-    def spec_of(expert: int) -> LinearSpec:
-        return replace(matrix, parts=tuple(replace(one, name=_name_of(one.name, expert)) for one in matrix.parts))
-
-    return [Linear(method, spec_of(expert)) for method, expert in zip(methods, experts, strict=True)]
-
-
-def _name_of(name: str, expert: int) -> str:
-    prefix, _, last = name.rpartition(".")
-    return name.format(expert) if "{}" in name or not name else f"{prefix}.{expert}.{last}"
+    specs = expert_specs(methods[0].shape, stored, experts)
+    return [Linear(method, spec) for method, spec in zip(methods, specs, strict=True)]
 
 
 def find_experts(weights: ExpertWeights, routing: Routing, gate: Gate, scales_input: bool) -> ExpertProducts:

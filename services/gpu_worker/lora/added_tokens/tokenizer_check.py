@@ -1,5 +1,6 @@
 """Reads the tokenizer in an adapter's folder, and checks that the ids of the model's tokenizer keep their meaning."""
 
+import threading
 from hashlib import blake2b
 from pathlib import Path
 
@@ -11,6 +12,10 @@ from blockyard.shared.messages import AddedToken
 from blockyard.shared.tokenizer_files import TokenizerFiles
 
 TOKENIZERS = ("tokenizer.json", "vocab.json")  # a folder with one of these has a tokenizer
+READ = (  # by `tokenizer_files`, of a folder, besides chat templates in a folder of their own
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt"),
+    *("added_tokens.json", "chat_template.jinja", "chat_template.json"),
+)
 DIGEST_BYTES = 16
 MOST_ADDED = 4096  # tokens that a tokenizer may have beside the model's: each goes to the detokenizer with a request
 
@@ -31,15 +36,27 @@ class TokenizerCheck:
         self._path = model_tokenizer
         self._tokens: dict[str, int] = {}
         self._digest = b""
+        self._lock = threading.Lock()  # several threads read folders
+        self._known: dict[bytes, AdapterTexts | None] = {}  # by the bytes of the files: many folders have the same
 
     def read(self, folder: Path) -> AdapterTexts | None:
         """None: the folder has no tokenizer, or the model's own with its chat templates."""
         if not any((folder / name).is_file() for name in TOKENIZERS):
             return None
+        key = _key(folder)
+        if key not in self._known:
+            texts = self._read(folder)
+            if (texts is not None and not texts.digest) or _key(folder) != key:
+                return texts  # a problem may name the folder, and files may have changed meanwhile
+            self._known[key] = texts
+        return self._known[key]
+
+    def _read(self, folder: Path) -> AdapterTexts | None:
         try:
-            if not self._tokens:
-                model = tokenizer_files.load(self._path)
-                self._tokens, self._digest = model.tokenizer.get_vocab(with_added_tokens=True), _digest(model)
+            with self._lock:
+                if not self._tokens:
+                    model = tokenizer_files.load(self._path)
+                    self._tokens, self._digest = model.tokenizer.get_vocab(with_added_tokens=True), _digest(model)
             own = tokenizer_files.load(folder)
         except LoadError as e:
             return AdapterTexts([], problem=str(e))
@@ -54,6 +71,16 @@ class TokenizerCheck:
         if len(added) > MOST_ADDED:
             return AdapterTexts([], f"it has {len(added)} tokens that the model's has not, more than {MOST_ADDED}")
         return AdapterTexts([AddedToken(i, text, i in special) for i, text in added], digest=digest)
+
+
+def _key(folder: Path) -> bytes:
+    """Of the bytes of all files that the tokenizer is read from."""
+    digest = blake2b(digest_size=DIGEST_BYTES)
+    named = (folder / name for name in READ)
+    for path in (*named, *sorted((folder / "additional_chat_templates").glob("*.jinja"))):
+        content = path.read_bytes() if path.is_file() else None
+        digest.update(repr((path.name, None if content is None else len(content))).encode() + (content or b""))
+    return digest.digest()
 
 
 def _digest(files: TokenizerFiles) -> bytes:

@@ -81,8 +81,8 @@ class LeaderAdapters:
         self._send(ForgetAdapters())
         self._own.reset()
 
-    def poll(self) -> list[LoadedAdapter]:
-        for loaded in self._own.poll():
+    def poll(self, *, is_idle: bool = False) -> list[LoadedAdapter]:
+        for loaded in self._own.poll(is_idle=is_idle):
             self._reading[loaded.job].by_rank[LEADER] = loaded
         for rank, answer in self._followers.take_adapter_answers():
             if (reading := self._reading.get(answer.job)) is not None:  # else it was asked before a reset

@@ -14,6 +14,7 @@ from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.lora.adapter_table import add_adapters_reference
+from blockyard.kernels.lora.adapter_tokens import adapt_embeddings_reference, replace_logits_reference
 from blockyard.kernels.lora.add_adapters import add_adapters
 from blockyard.kernels.lora.add_to_heads import add_to_heads
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
@@ -22,7 +23,7 @@ from blockyard.services.gpu_worker.execution.cuda.prefill_kernels import compile
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.adapter_rows import AdapterRows
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
-from blockyard.services.gpu_worker.lora.device_places import AdapterKernels, DeviceAdaptedHeads
+from blockyard.services.gpu_worker.lora.device.device_products import AdapterKernels, DeviceAdaptedHeads
 from blockyard.services.gpu_worker.models.interface import ModelShape
 from blockyard.services.gpu_worker.step import LatentRows, LogitsIndices
 
@@ -158,7 +159,8 @@ def test_sequences_with_adapters_of_the_up_projection(invariant: bool, monkeypat
     of_rows = torch.tensor(places, dtype=torch.int32).repeat_interleave(case.starts.diff().cpu()).to(DEVICE)
     rows = AdapterRows()
     rows.begin(of_rows)
-    adapted = DeviceAdaptedHeads(rows, table, AdapterKernels(add_adapters, add_to_heads), PLAIN)
+    kernels = AdapterKernels(add_adapters, add_to_heads, adapt_embeddings_reference, replace_logits_reference)
+    adapted = DeviceAdaptedHeads(rows, table, kernels, PLAIN)
     pool = KVPool(SHAPE, BLOCKS, SIZE, torch.float32, DEVICE, invariant)
     pool.runs[0].normal_()
     before, up = pool.runs[0][0].clone(), case.latent.up

@@ -22,7 +22,8 @@ from blockyard.services.gpu_worker.execution.cuda.decode_graphs import (
 )
 from blockyard.services.gpu_worker.execution.cuda.follower_steps import DeviceFollowerSteps
 from blockyard.services.gpu_worker.execution.cuda.stored_layers import LayerEvents
-from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror
+from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror, LeaderModel
+from blockyard.services.gpu_worker.host_link import SameMemory
 from blockyard.services.gpu_worker.parallel.commands import BeginGraph, DropGraph, Followers, InstallKernels
 from blockyard.shared.messages import KVSend, SlotRun, StepPlan
 from blockyard.shared.messages.base import Frame
@@ -82,7 +83,7 @@ def test_prompts_alone_do_not_wait_for_the_leaders_device(size: int, num_stages:
         found.append(results[2][0].token_ids + results[3][0].token_ids)
     ranks.close()
     assert found[0] == found[1] and len(found[0]) == 2
-    assert [bool(one.words) for one in ranks.forwards] == [True, True, False]
+    assert [one.num_gathered for one in ranks.forwards] == [0, 0, 1]
     assert [one.num_logits for one in ranks.forwards][:2] == [0, 1]
 
 
@@ -92,7 +93,9 @@ def test_graphs_that_are_captured_again_are_dropped_by_all(ranks: TwoRanks, monk
     def send(frame: Frame, to: Followers = Followers.ALL) -> None:
         sent.append(frame)
 
-    mirror, runner = DeviceMirror(send), ranks.runner
+    runner = ranks.runner
+    assert isinstance(runner.model, LeaderModel)
+    mirror = DeviceMirror(send, runner.model.ranks, SameMemory())
     assert isinstance(runner.loop.steps, cuda_steps.CudaSteps)
     steps: DecodeSteps = runner.loop.steps.decodes
     output = ForwardOutput(torch.empty(0), torch.empty(0))
@@ -109,7 +112,8 @@ def test_graphs_that_are_captured_again_are_dropped_by_all(ranks: TwoRanks, monk
 def test_a_follower_installs_the_kernels_of_its_leader(ranks: TwoRanks) -> None:
     told: list[bytes] = []
     runner = ranks.runner
-    groups = ranks.runner.model._ranks  # type: ignore[attr-defined]
+    assert isinstance(runner.model, LeaderModel)
+    groups = runner.model.ranks
     steps = DeviceFollowerSteps(runner.model, runner.pool, groups, runner.geometry, ReferenceOps(), told.append)
     steps.do(InstallKernels(b"[]"))
     assert told == [b"[]"] and runner.pool.device == CPU

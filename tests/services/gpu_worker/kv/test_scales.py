@@ -16,7 +16,9 @@ from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.attention.triton_attention import build_attention
 from blockyard.services.gpu_worker.kv import scales as kv_scales
 from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.kv.pool_blocks import RankBlocks
 from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.services.kv_transfer.layout import as_text
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError, LoadError
 
@@ -141,3 +143,27 @@ def test_kv_cache_dtype_is_checked(tmp_path: Path) -> None:
         kv_scales.pick_kv_dtype("fp8", torch.float32, has_8_bit_kv=True)
     assert kv_scales.pick_kv_dtype("fp8_e5m2", torch.bfloat16, has_8_bit_kv=True) == torch.float8_e5m2
     assert kv_scales.pick_kv_dtype("auto", torch.bfloat16, has_8_bit_kv=False) == torch.bfloat16
+
+
+def test_stages_know_the_scales_of_all_layers(tmp_path: Path) -> None:
+    """Other workers compare them, whose stages may have other layers."""
+    own, given = [torch.tensor([[0.5, 0.25]]), torch.tensor([[2.0, 3.0]])], list[torch.Tensor]()
+    stages = [KVPool(SHAPE.of_layers(range(i, i + 1)), 20, 8, torch.float8_e4m3fn, DEVICE) for i in range(2)]
+
+    def largest(values: torch.Tensor) -> torch.Tensor:
+        given.append(values)
+        return torch.stack(given).amax(0)
+
+    for _ in range(2):  # the first one has both the second time
+        for it, scales in zip(stages, own, strict=True):
+            kv_scales.set_pool_scales(it, scales, config(tmp_path), largest)
+    whole = pool()
+    whole.set_scales(torch.cat(own))
+    layouts = [RankBlocks(it).layout for it in (whole, *stages)]
+    assert len({as_text(one) for one in layouts if one is not None}) == 1
+    assert [one.part.layers if one is not None and one.part else None for one in layouts] == [
+        None,
+        range(1),
+        range(1, 2),
+    ]
+    assert [it.scales.tolist() for it in stages if it.scales is not None] == [one.tolist() for one in own]

@@ -26,6 +26,7 @@ from blockyard.services.gpu_worker.layers.latent.latent_attention import LatentA
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers
 from blockyard.services.gpu_worker.layers.mlp import MLP, GatedMLP
 from blockyard.services.gpu_worker.layers.moe import grouped_experts
+from blockyard.services.gpu_worker.layers.moe.expert_places import ExpertPlaces
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertWeights, separate_experts, stacked_experts
 from blockyard.services.gpu_worker.layers.moe.routed_experts import HostExperts, RoutedExperts
 from blockyard.services.gpu_worker.loading.checkpoint import fill_dummy
@@ -221,11 +222,12 @@ def test_dummy_weights_are_shares_of_one_model_s(size: int) -> None:
 
 def test_experts_of_other_ranks_weigh_nothing() -> None:
     """Where all pairs are computed at once, whatever is chosen."""
-    chosen, weights = torch.tensor([[0, 3], [2, 5]]), torch.tensor([[0.9, 0.1], [0.7, 0.3]])
-    local, own = grouped_experts.of_rank(chosen, weights, range(2, 4))
+    places = ExpertPlaces(6, Shard(1, 3), CPU, counts=False)  # of experts 2 and 3
+    found = places.find(torch.tensor([[0, 3], [2, 5]]))
+    assert found.tolist() == [[places.elsewhere, 1], [0, places.elsewhere]]
+    local, own = grouped_experts.of_rank(found, torch.tensor([[0.9, 0.1], [0.7, 0.3]]), places)
     assert local.tolist() == [[0, 1], [0, 0]]
     assert own.tolist() == torch.tensor([[0.0, 0.1], [0.7, 0.0]]).tolist()
-    assert chosen.tolist() == [[0, 3], [2, 5]]
 
 
 def test_spread_experts_that_cannot_be_are_refused() -> None:

@@ -35,7 +35,7 @@ class Ranks:
             drop=self.dropped.append,
             reset=self.own.clear,
             place=self.placed.extend,
-            poll=lambda: [self.own.pop() for _ in list(self.own)],
+            poll=lambda is_idle: [self.own.pop() for _ in list(self.own)],
         )
         self.adapters = LeaderAdapters(cast(WorkerAdapters, own), self.send, cast(Any, self))
 

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from tiny_models import BY_NAME, settings, start
 
 from blockyard.services.gpu_worker import engine
+from blockyard.services.gpu_worker.lora import reader_client
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, ReadModules, read_modules
 from blockyard.services.gpu_worker.lora.reader_client import MOST_DEATHS, ReaderProcess
 from blockyard.services.gpu_worker.runner import Runner
@@ -98,6 +99,25 @@ def test_an_adapter_that_ends_its_reader_is_refused(folder: Path) -> None:
             found += reader.receive()
             time.sleep(0.002)
     assert [job for job, _ in found] == [1] and "has ended 3 times" in str(found[0][1])
+    reader.close()
+
+
+def test_several_folders_are_read_at_a_time_until_one_ends_the_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then one at a time, so that the folder that ends it is refused and no other."""
+    monkeypatch.setattr(reader_client, "reader_threads", lambda: 3)
+    reader = ReaderProcess(LIMITS)
+    for job in range(1, 9):
+        reader.ask(job, str(folder / "adapter"))
+    found = answers(reader, *range(1, 9))
+    assert len({one.digest for one in found.values() if isinstance(one, ReadModules)}) == 1
+    tasks = Path(f"/proc/{reader.process_id}/task")
+    before = len(list(tasks.iterdir()))
+    os.kill(reader.process_id, signal.SIGKILL)
+    reader.ask(9, str(folder / "adapter"))
+    assert isinstance(answers(reader, 9)[9], ReadModules)
+    assert len(list(Path(f"/proc/{reader.process_id}/task").iterdir())) == before - 2
     reader.close()
 
 

@@ -12,6 +12,7 @@ from gpu_ranks import run_processes, sum_by_kernels, sum_in_symmetric_memory
 from blockyard.kernels.all_reduce.peer_buffers import PeerBuffers, empty_buffer, make_buffers
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror
+from blockyard.services.gpu_worker.host_link import SameMemory
 from blockyard.services.gpu_worker.layers.fused_ops import SummedOps, TorchOps
 from blockyard.services.gpu_worker.layers.linear import dense_linear
 from blockyard.services.gpu_worker.layers.norm import NoNorm
@@ -20,8 +21,10 @@ from blockyard.services.gpu_worker.parallel.peer_memory import PeerMemory
 from blockyard.services.gpu_worker.parallel.peer_sums import PeerSums
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.parallel.shares import Shard
+from blockyard.services.gpu_worker.parallel.stages import place_of
 from blockyard.services.gpu_worker.parallel.sum_measurement import SumMeasurement, choose_sums
 from blockyard.services.gpu_worker.parallel.sum_table import SIZES, SumTable, SumWay, same_way
+from blockyard.services.gpu_worker.parallel.team import RankGroups
 from blockyard.services.gpu_worker.ranks.leader_team import ENVIRONMENT
 from blockyard.shared.errors import RankLostError
 
@@ -96,7 +99,8 @@ def test_a_part_that_does_not_come_is_an_error_of_the_step() -> None:
     group = RankGroup(Shard(), GROUP, DEVICE)
     group.kernels = kernels
     done = SimpleNamespace(query=lambda: True, synchronize=lambda: None)
-    event = DeviceMirror(lambda frame, to=None: None, group).checked(cast("Any", done))
+    mirror = DeviceMirror(lambda frame, to=None: None, RankGroups(place_of(0, 1, 1), group, group), SameMemory())
+    event = mirror.checked(cast("Any", done))
     assert event.query()
     kernels.sum(torch.ones(8, device=DEVICE))
     if DEVICE.type == "cuda":

@@ -3,7 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard.services.gpu_worker.parallel.shares import Shard, share, share_of_groups, single_units
+from blockyard.services.gpu_worker.parallel.shares import (
+    Shard,
+    over_replicas,
+    share,
+    share_of_groups,
+    single_units,
+)
 
 
 def of_ranks(size: int) -> list[Shard]:
@@ -30,6 +36,15 @@ def test_query_heads_are_on_one_rank_each_where_their_key_is(kv_heads: int, grou
         assert own
         assert {head // group for head in own} == set(share(kv_heads, shard))
     assert max(map(len, found)) <= group * -(-kv_heads // size)
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(0, 64))
+def test_each_expert_is_on_one_rank_of_one_replica(num_replicas: int, size: int, more: int) -> None:
+    num = num_replicas * size + more
+    all_ranks = [over_replicas(one, replica) for replica in of_ranks(num_replicas) for one in of_ranks(size)]
+    found = [share(num, one) for one in all_ranks]
+    assert [expert for own in found for expert in own] == list(range(num))
+    assert max(map(len, found)) - min(map(len, found)) <= 1
 
 
 def test_known_divisions() -> None:

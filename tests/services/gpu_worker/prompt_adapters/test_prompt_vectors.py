@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft_adapters import load_adapters, save_adapter
 from peft_prompts import load_prompts, peft_logits, run_chunks, save_prompt, start_of, tokens_of
 from reference_ops import run_ahead
@@ -31,6 +32,22 @@ def made(tmp_path: Path, name: str = "llama", **fields: Any) -> tuple[Runner, li
     runner.reset(8)
     assert load_prompts(runner, tmp_path / "0", tmp_path / "1") == ["", ""]
     return runner, models
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_on_a_gpu(name: str, tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    runner, models = made(tmp_path, name, device="cuda")
+    ids = [prompt_of(9, 1), prompt_of(12, 2)]
+    for chunk in (64, 7):
+        runner.reset(8)
+        load_prompts(runner, tmp_path / "0", tmp_path / "1")
+        starts = [start_of(0, ids[0], greedy(), 1, 5), start_of(1, ids[1], greedy(), 2, 20)]
+        found = run_chunks(runner, starts, chunk, -(-32 // chunk) + 3)
+        for slot, model in enumerate(models):
+            assert tokens_of(found[slot])[:4] == expected(model, ids[slot], 4)[0]
 
 
 def expected(model: Any, ids: list[int], num: int) -> tuple[list[int], list[float]]:

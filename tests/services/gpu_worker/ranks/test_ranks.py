@@ -71,7 +71,7 @@ def test_tokens_are_those_of_one_rank(tmp_path: Path, size: int, num_stages: int
                 runner.reset(0)
             got, stats = run(runner._runner, ASKED, depth=2)
             assert stats.blocks_fetched_total
-            assert device == "cuda" or got.most_launched == num_stages, "each stage computes a plan"
+            assert device == "cuda" or got.most_launched >= num_stages, "each stage computes a plan"
             for request in ASKED:
                 for choice in range(request.n):
                     place, judge = (request.name, choice), noisy(score, request.sampling, choice)

@@ -29,16 +29,17 @@ class Roles:
         self.teams: dict[int, LeaderTeam] = {}
         self.errors: list[BlockyardError] = []
 
-    def add(self, model: Path, role: KVRole, size: int, connector: str) -> int:
+    def add(self, model: Path, role: KVRole, size: int, connector: str, num_stages: int = 1) -> int:
         config = settings(
             model,
             max_model_len=256,
             num_gpu_blocks_override=BLOCKS[role],
             tensor_parallel_size=size,
+            pipeline_parallel_size=num_stages,
             kv_transfer=KVTransferConfig(role=role, connector=connector),
         )
         config = self._with_bus(config)
-        if size == 1:
+        if size == num_stages == 1:
             return self.loop.add_worker(config, lambda config: engine.start(config, lambda *_: None))
         team = LeaderTeam(config, self._folder, self.errors.append)
         team.start({})
@@ -96,16 +97,31 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
 
 @pytest.mark.parametrize(
     ("name", "prefill", "decode", "connector"),
-    [("llama", 2, 1, "shm"), ("llama", 1, 2, "tcp"), ("llama", 2, 3, "shm"), ("deepseek-v3", 2, 1, "tcp")],
+    [
+        ("llama", (2, 1), (1, 1), "shm"),
+        ("llama", (1, 1), (2, 1), "tcp"),
+        ("llama", (2, 1), (3, 1), "shm"),
+        ("deepseek-v3", (2, 1), (1, 1), "tcp"),
+        ("llama", (1, 2), (1, 1), "tcp"),
+        ("deepseek-v3", (1, 1), (1, 2), "shm"),
+        ("gemma4-moe", (1, 3), (1, 2), "shm"),
+        ("llama", (2, 1), (2, 2), "tcp"),
+    ],
 )
 def test_groups_of_unlike_shape_give_the_tokens_of_one_rank(
-    make_roles: Callable[..., Roles], models: Any, name: str, prefill: int, decode: int, connector: str
+    make_roles: Callable[..., Roles],
+    models: Any,
+    name: str,
+    prefill: tuple[int, int],
+    decode: tuple[int, int],
+    connector: str,
 ) -> None:
-    """With three ranks and two K/V heads, two ranks have the same head; latent rows are on all ranks."""
+    """Ranks of a stage, and stages. With three ranks and two K/V heads, two ranks have the same head; latent rows are
+    on all ranks."""
     model, score, asked, expected = models(name)
     roles, ties = make_roles(decode_prefill_tokens=8, chunk=16), Ties()
-    source = roles.add(model, KVRole.PREFILL, prefill, connector)
-    target = roles.add(model, KVRole.DECODE, decode, connector)
+    source = roles.add(model, KVRole.PREFILL, prefill[0], connector, prefill[1])
+    target = roles.add(model, KVRole.DECODE, decode[0], connector, decode[1])
     loop = roles.loop
     for request in asked:
         loop.add(request.name, request.prompt, request.sampling, request.n)

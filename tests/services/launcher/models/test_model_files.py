@@ -230,11 +230,11 @@ def test_one_weight_format_is_fetched(
     assert hub.weight_patterns(files, load_format, ignore) == patterns
 
 
-def write_adapter(folder: Path, rank: int = 4, **config: object) -> Path:
+def write_adapter(folder: Path, rank: int = 4, module: str = "self_attn.q_proj", **config: object) -> Path:
     folder.mkdir()
     known = {"peft_type": "LORA", "r": rank, "target_modules": ["q_proj"]}
     (folder / "adapter_config.json").write_text(json.dumps(known | config))
-    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    name = f"base_model.model.model.layers.0.{module}"
     a, b = np.ones((rank, 8), np.float32), np.ones((8, rank), np.float32)
     save_file({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, folder / "adapter_model.safetensors")
     return folder
@@ -267,6 +267,16 @@ def test_adapters_of_the_start_are_checked_without_their_weights(tmp_path: Path)
     assert error_of_adapter(dora).startswith(f"adapter fr: {dora}/adapter_config.json: use_dora True is not served")
     (dora / "adapter_config.json").unlink()
     assert error_of_adapter(dora) == f"adapter fr: {dora} has no adapter_config.json"
+
+
+def test_whether_adapters_of_the_start_change_experts(tmp_path: Path) -> None:
+    """Workers on a GPU have room for them in places then."""
+    dense = write_adapter(tmp_path / "dense", 4)
+    single = write_adapter(tmp_path / "single", 4, "mlp.experts.3.up_proj")
+    stack = write_adapter(tmp_path / "stack", 4, "mlp.experts.base_layer", target_parameters=["mlp.experts.down_proj"])
+    flags = [f"{path.name}={path}" for path in (dense, single, stack)]
+    found = find("--model", "demo", "--lora-modules", *flags).adapters
+    assert [source.has_experts for source in found] == [False, True, True]
 
 
 def test_a_user_without_home_has_the_hubs_cache_beside_the_others(

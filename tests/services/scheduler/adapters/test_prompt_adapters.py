@@ -115,6 +115,22 @@ def test_prefill_and_decode_groups_both_have_them() -> None:
     check(world)
 
 
+def test_two_adapters_of_which_each_group_holds_one() -> None:
+    """Groups load the other one beside it, and others pass the sequence by."""
+    world = make(1, workers=3, roles=(KVRole.BOTH, KVRole.BOTH, KVRole.DECODE), num_adapters=1, num_adapter_places=1)
+    registry = world.core.adapters
+    lora, prompt = (one.number for one in map(registry.named, ("a0", "p0")) if one is not None)
+    first, second, third = world.core.groups.values()
+    first.prompts.forget(prompt)
+    second.prompts.want(prompt)
+    third.adapters.want(lora)
+    submit(world, "loads them", "")
+    check(world)
+    submit(world, "both", "p0", adapter="a0")
+    submit(world, "plain", "")
+    check(world)
+
+
 def test_loads_and_unloads() -> None:
     world = make(prompts=1)
     assert command(world, ControlVerb.LOAD_ADAPTER, "p", "/p") == (200, "", "")

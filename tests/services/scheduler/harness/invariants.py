@@ -275,12 +275,14 @@ def check_decode_batch(group: WorkerGroup) -> None:
 
 
 def check_turns(group: WorkerGroup, turns: PipelineTurns) -> None:
-    """A sequence has one turn at most, and each plan in flight is of another one."""
+    """A sequence has one turn at most, and a plan in flight has one."""
     assert turns._turn_of.keys() <= set(group.running)
     for turn in turns._turns:
         assert turn.members.keys() == {running for running, of in turns._turn_of.items() if of is turn}
         assert turn.load == sum(turn.members.values())
-    assert sorted(turn.plan for turn in turns._turns if turn.plan) == [record.number for record in group.in_flight]
+    assert sorted(number for turn in turns._turns for number in turn.plans) == [
+        record.number for record in group.in_flight
+    ]
 
 
 def check_one_batch(group: WorkerGroup, decode_batch: DecodeBatch) -> list[RunningSequence]:

@@ -125,7 +125,8 @@ def test_masks_of_matcher_processes_reach_the_kernels(tmp_path: Path, monkeypatc
         monkeypatch.setitem(OPS, DEVICE, TritonOps)
         monkeypatch.setattr(Linear, "prepare", lambda linear: None)  # weights are not repacked
         runner = start(tmp_path)
-        masks = share_masks(runner.batch.matchers, num_mask_slots(3), runner.model.table.link)
+        vocab_size = runner.geometry.vocab_size
+        masks = share_masks(runner.batch.matchers, num_mask_slots(3), vocab_size, runner.model.table.link)
         runner.use(steps_of(runner, 3, masks=masks))
     asked: list[dict[str, object]] = [
         {"constraint": constraint(modulus=3, length=6)},

@@ -8,6 +8,7 @@ from demo_training.adapter_styles import MODEL
 from transformers import AutoTokenizer
 
 from blockyard.services.gpu_worker.lora.added_tokens.tokenizer_check import TokenizerCheck
+from blockyard.shared import tokenizer_files
 from blockyard.shared.messages import AddedToken
 
 
@@ -35,6 +36,28 @@ def test_the_models_own_tokenizer_is_none(check: TokenizerCheck, tmp_path: Path)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     found = check.read(tmp_path)
     assert found is not None and (found.added, found.problem) == ([], "")
+
+
+def test_a_tokenizer_is_loaded_once_for_folders_with_the_same_files(
+    check: TokenizerCheck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainers save the model's tokenizer beside each adapter, and reading one takes longer than the weights."""
+    loaded: list[Path] = []
+    load = tokenizer_files.load
+    monkeypatch.setattr(tokenizer_files, "load", lambda path: (loaded.append(path), load(path))[1])
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (folder / name).write_bytes((MODEL / name).read_bytes())
+        (folder / "chat_template.jinja").write_text("{{ messages[1].content }}")
+    first, second = (check.read(tmp_path / name) for name in "ab")
+    assert first is not None and first == second and loaded.count(tmp_path / "a") == 1
+    assert tmp_path / "b" not in loaded
+    templates = tmp_path / "b" / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tool_use.jinja").write_text("{{ tools }}")
+    other = check.read(tmp_path / "b")
+    assert other is not None and other.digest != first.digest
 
 
 def test_other_ids_are_a_problem(check: TokenizerCheck, tmp_path: Path) -> None:

@@ -1,0 +1,152 @@
+"""The products of adapters in the memory of a device, added to those of layers by kernels."""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from blockyard.kernels.lora.adapter_table import AdapterTable, Between
+from blockyard.kernels.lora.adapter_tokens import AdapterTokens
+from blockyard.services.gpu_worker.layers.adapter_rows import AdapterRows
+
+
+class AddAdapters(Protocol):
+    """See `kernels.lora.add_adapters`."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        places: Tensor,
+        table: AdapterTable,
+        out: Tensor,
+        between: Between | None = None,
+        experts: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> None: ...
+
+
+class AddToHeads(Protocol):
+    """See `kernels.lora.add_to_heads`."""
+
+    def __call__(
+        self, x: Tensor, places: Tensor, table: AdapterTable, plain_dim: int, out: Tensor, *, values: bool
+    ) -> None: ...
+
+
+class AdapterKernels(NamedTuple):
+    """The products of adapters on one kind of device."""
+
+    add: AddAdapters
+    add_to_heads: AddToHeads
+    adapt_embeddings: Callable[[Tensor, Tensor, Tensor, AdapterTokens], None]  # see `kernels.lora.adapt_embeddings`
+    replace_logits: Callable[[Tensor, Tensor, AdapterTokens, Tensor], None]  # see `kernels.lora.replace_logits`
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceAdaptedRows:
+    """Implements `AdaptedRows` for one layer."""
+
+    rows: AdapterRows
+    table: AdapterTable
+    kernels: AdapterKernels
+    between: Between | None = None  # adds what ranks have between A and B; None: this one has all
+
+    @property
+    def is_active(self) -> bool:
+        return self.rows.is_active
+
+    def only(self, rows: Tensor) -> AbstractContextManager[None]:
+        return self.rows.only(rows)
+
+    def add_to(self, out: Tensor, x: Tensor) -> Tensor:
+        self.kernels.add(x, self.rows.places, self.table, out, self.between)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceAdaptedHead:
+    """Implements `AdaptedRows` for the output layer, of which adapters have rows of their own."""
+
+    linear: DeviceAdaptedRows
+    tokens: AdapterTokens
+    num_extra: int  # columns behind the vocabulary, for tokens that adapters add
+
+    @property
+    def is_active(self) -> bool:
+        return self.linear.is_active
+
+    def only(self, rows: Tensor) -> AbstractContextManager[None]:
+        return self.linear.only(rows)
+
+    def add_to(self, out: Tensor, x: Tensor) -> Tensor:
+        """Returns logits [rows, vocab_size + num_extra], -inf of tokens that a row's adapter does not add."""
+        vocab_size = out.shape[1]
+        if self.num_extra:
+            wide = out.new_empty(len(out), vocab_size + self.num_extra)
+            wide[:, :vocab_size] = out
+            wide[:, vocab_size:] = -math.inf
+            out = wide
+        self.linear.kernels.replace_logits(x, self.linear.rows.places, self.tokens, out)
+        self.linear.add_to(out[:, :vocab_size], x)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceAdaptedEmbedding:
+    """Implements `AdaptedEmbedding`."""
+
+    rows: AdapterRows
+    tokens: AdapterTokens
+    kernels: AdapterKernels
+
+    @property
+    def is_active(self) -> bool:
+        return self.rows.is_active
+
+    def add_to(self, found: Tensor, token_ids: Tensor) -> None:
+        self.kernels.adapt_embeddings(found, token_ids, self.rows.places, self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceAdaptedExperts:
+    """Implements `AdaptedExperts` for one product."""
+
+    rows: AdapterRows
+    table: AdapterTable
+    kernels: AdapterKernels
+
+    @property
+    def is_active(self) -> bool:
+        return self.rows.is_active
+
+    def add_to(self, out: Tensor, x: Tensor, experts: Tensor, weights: Tensor | None) -> None:
+        self.kernels.add(x, self.rows.places, self.table, out, experts=experts, weights=weights)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceAdaptedHeads:
+    """Implements `AdaptedUpProjection` for one layer."""
+
+    rows: AdapterRows
+    table: AdapterTable
+    kernels: AdapterKernels
+    plain_dim: int
+
+    @property
+    def is_active(self) -> bool:
+        return self.rows.is_active
+
+    def add_to_queries(self, out: Tensor, query: Tensor, rows: slice | Tensor | None = None) -> None:
+        self.kernels.add_to_heads(query, self._places(rows), self.table, self.plain_dim, out, values=False)
+
+    def add_to_values(self, out: Tensor, attended: Tensor, rows: slice | Tensor | None = None) -> None:
+        self.kernels.add_to_heads(attended, self._places(rows), self.table, self.plain_dim, out, values=True)
+
+    def add_to_keys_values(self, out: Tensor, latents: Tensor, rows: slice | Tensor, repeats: int) -> None:
+        self.kernels.add(latents, self._places(rows).repeat_interleave(repeats), self.table, out)
+
+    def _places(self, rows: slice | Tensor | None) -> Tensor:
+        return self.rows.places if rows is None else self.rows.places[rows]

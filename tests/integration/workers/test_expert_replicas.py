@@ -1,0 +1,107 @@
+"""Replicas that have the experts of a mixture together: the tokens of one worker, also after a rank of one is killed.
+
+A replica without requests serves those of the other, and none computes while there are no requests.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from rig import Server, serve
+from ties import Ties
+from tiny_models import BY_NAME, greedy_score
+from worker.every_architecture import PROMPTS, TOKENIZER
+
+FLAGS = ("--tokenizer", str(TOKENIZER), "--device", "cpu", "--dtype", "float32", "--detokenizers", "1")
+FLAGS += ("--tokenizers", "1", "-dp", "2", "--enable-expert-parallel")
+NUM_TOKENS = 80
+END_S = 5.0
+IDLE_S, IDLE_TICKS = 2.0, 10  # of CPU time, 10 ms each: heartbeats and signs of life
+
+Answer = tuple[list[int], list[int]]  # prompt and tokens
+
+
+async def ask(session: aiohttp.ClientSession, server: Server, prompt: list[int]) -> Answer:
+    body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    async with session.post(f"{server.url}/v1/completions", json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        return prompt, json.loads(await answer.text())["choices"][0]["token_ids"]
+
+
+async def answers(server: Server, num: int, victim: int = 0) -> list[Answer]:
+    """victim: a process that is killed meanwhile."""
+    prompts = [[*PROMPTS[i % len(PROMPTS)], 5 + i] for i in range(num)]
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(100)) as session:
+        tasks = [asyncio.create_task(ask(session, server, prompt)) for prompt in prompts]
+        if victim:
+            await asyncio.sleep(0.3)
+            assert not any(task.done() for task in tasks), "the kill comes too late to mean anything"
+            os.kill(victim, signal.SIGKILL)
+        return list(await asyncio.gather(*tasks))
+
+
+def check(got: list[Answer], model: Any) -> None:
+    """model: transformers'."""
+    ties, score = Ties(), greedy_score(model)
+    for i, (prompt, tokens) in enumerate(got):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens])).logits[0]
+        ties.compare(f"answer {i}", prompt, logits.argmax(-1)[len(prompt) - 1 : -1].tolist(), tokens, score)
+    ties.check()
+
+
+def workers(server: Server) -> dict[str, int]:
+    """Process ids of ranks by their names."""
+    return {name: pid for pid, name in server.family().items() if name.startswith("gpu_worker")}
+
+
+def cpu_ticks(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def all_end(pids: list[int]) -> None:
+    deadline = time.monotonic() + END_S
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, f"{left} of {pids} have not ended"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("flags", "victim"), [((), "gpu_worker 0"), (("-tp", "2"), "gpu_worker 1 rank 1")])
+def test_tokens_are_those_of_one_worker(flags: tuple[str, ...], victim: str, tmp_path: Path) -> None:
+    model, log = BY_NAME["qwen3-moe"].save(tmp_path / "model"), tmp_path / "log"
+    with serve(str(tmp_path / "model"), *FLAGS, *flags, log=log) as server:
+        check(asyncio.run(answers(server, 1)), model)  # one replica has no rows
+        check(asyncio.run(answers(server, 6)), model)
+        ranks = workers(server)
+        before = {pid: cpu_ticks(pid) for pid in ranks.values()}
+        time.sleep(IDLE_S)
+        assert all(cpu_ticks(pid) - ticks <= IDLE_TICKS for pid, ticks in before.items())
+        with ThreadPoolExecutor(1) as pool:
+            resumed = pool.submit(asyncio.run, answers(server, 6, ranks[victim]))
+            while Path(f"/proc/{ranks[victim]}").exists():
+                time.sleep(0.01)
+            all_end(list(ranks.values()))
+            check(resumed.result(), model)
+        assert ranks.keys() == workers(server).keys() and not set(ranks.values()) & set(workers(server).values())
+        check(asyncio.run(answers(server, 2)), model)
+        last = list(workers(server).values())
+    all_end(last)
+    text = log.read_text("utf-8", "replace")
+    assert f"replica {victim.split()[1]} of 2 has ended; all replicas end" in text
+    assert "Traceback" not in text
+
+
+def test_replicas_may_have_stages(tmp_path: Path) -> None:
+    model = BY_NAME["qwen3-moe"].save(tmp_path / "model")
+    with serve(str(tmp_path / "model"), *FLAGS, "-pp", "2") as server:
+        check(asyncio.run(answers(server, 1)), model)
+        check(asyncio.run(answers(server, 5)), model)

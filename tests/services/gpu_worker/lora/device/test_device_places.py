@@ -1,0 +1,212 @@
+"""Adapters in the memory of a device, in the steps of a GPU with its operations in plain torch."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import reference_experts
+import torch
+from device_adapters import KERNELS, start_on
+from peft_adapters import Batch, load_adapters, save_adapter
+from placed_adapters import EXACT, finished, read_adapter
+from reference_ops import ReferenceOps, run_ahead
+from slot_plans import greedy, prompt_of
+from tiny_models import BY_NAME, settings, start
+
+from blockyard.kernels.lora.adapter_tokens import adapt_embeddings_reference, replace_logits_reference
+from blockyard.kernels.lora.add_to_heads import add_to_heads_reference
+from blockyard.services.gpu_worker.compilation import record_kernels
+from blockyard.services.gpu_worker.host_link import SameMemory
+from blockyard.services.gpu_worker.lora.device import packed_adapter
+from blockyard.services.gpu_worker.lora.device.device_places import DevicePlaces, TokenSizes, place_size
+from blockyard.services.gpu_worker.lora.device.device_products import AdapterKernels
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
+from blockyard.services.gpu_worker.lora.targets import ModelTargets, layer_shares
+from blockyard.services.gpu_worker.memory import KVMemoryNeed
+from blockyard.services.gpu_worker.runner import Runner
+from blockyard.shared.config.services.lora import LoraConfig
+from blockyard.shared.errors import AdapterError
+from blockyard.shared.messages import AdapterPlaced
+
+LORA = LoraConfig(max_loras=2, max_cpu_loras=3, max_rank=16)
+LIMITS = AdapterLimits(dtype=torch.float32, max_rank=16)
+BOTH = [AdapterPlaced(0, 1), AdapterPlaced(1, 2)]
+
+
+TARGETS = {
+    "llama": (["q_proj", "v_proj", "down_proj"], ["up_proj", "k_proj", "lm_head"]),
+    "deepseek-v3": (["kv_b_proj", "q_b_proj"], ["kv_b_proj"]),
+}
+
+
+@pytest.fixture(scope="module", params=["llama"])
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    tiny, base = BY_NAME[request.param], tmp_path_factory.mktemp("base")
+    found = [base]
+    for seed, targets in enumerate(TARGETS[request.param], 1):
+        folder = tmp_path_factory.mktemp("adapter")
+        save_adapter(tiny.save(base), folder, seed, target_modules=targets, r=3 + 4 * seed)
+        found.append(folder)
+    return found
+
+
+def on_device(folders: list[Path]) -> Runner:
+    """A runner with the steps of a GPU, and its adapters in places of a device."""
+    runner = start_on("reference", folders[0], LORA)
+    runner.reset(8)
+    load_adapters(runner, folders[1:])
+    return runner
+
+
+@pytest.mark.parametrize("folders", list(TARGETS), indirect=True)
+@pytest.mark.parametrize("places", [[0, None, 1, 0], [1, 1], [None, None]])
+def test_as_on_the_cpu(places: list[int | None], folders: list[Path]) -> None:
+    runner, device = start(folders[0], lora=LORA), on_device(folders)
+    runner.reset(8)
+    load_adapters(runner, folders[1:])
+    found = Batch(device, places, BOTH).run(6)
+    for got, want in zip(found, Batch(runner, places, BOTH).run(6), strict=True):
+        assert [ids for ids, _ in got] == [ids for ids, _ in want]
+        assert [p for _, p in got] == pytest.approx([p for _, p in want], abs=1e-4)
+
+
+def test_a_step_without_adapters_is_as_without_the_flag(folders: list[Path]) -> None:
+    device, plain = on_device(folders), start(folders[0])
+    run_ahead(plain, 16)
+    plain.reset(8)
+    want = Batch(plain, [None, None], []).run(4)
+    Batch(device, [0, 1], BOTH).run(3)
+    device.reset(8)
+    assert Batch(device, [None, None], []).run(4) == want
+
+
+def test_prompt_logprobs(folders: list[Path]) -> None:
+    found = []
+    for runner in (start(folders[0], lora=LORA), on_device(folders)):
+        if runner.adapters is not None and not found:
+            runner.reset(8)
+            load_adapters(runner, folders[1:])
+        [result] = Batch(runner, [1], BOTH, greedy(num_prompt_logprobs=0), [prompt_of(11)]).first()
+        found.append([one.logprob for one in result.prompt_logprobs])
+    assert len(found[0]) == 10 and found[0] == pytest.approx(found[1], abs=1e-4)
+
+
+def test_a_place_holds_the_largest_adapter_and_an_adapter_its_own_bytes(folders: list[Path]) -> None:
+    runner = start(folders[0])
+    linears, shares = runner.model.linears(), layer_shares(runner.model)
+    places = DevicePlaces(runner.model, 2, LIMITS, KERNELS, torch.device("cpu"), SameMemory())
+    adapter = read_adapter(folders[1], ModelTargets(runner.model), EXACT)
+    held = finished(places.prepare(adapter))
+    assert adapter.size_bytes <= held.size_bytes < adapter.size_bytes * 1.05, "nothing is padded to the largest rank"
+    of_tokens = TokenSizes(runner.model, LIMITS).place_size(LIMITS)
+    assert places.size_bytes == 2 * 4 * (place_size(linears, shares, LIMITS) + of_tokens)
+    small = AdapterLimits(dtype=torch.float32, max_rank=16, target_modules=("q_proj",))
+    assert place_size(linears, shares, small) == 3 * 16 * (64 + 64) + (3 * 64 if small.with_bias else 0)
+
+
+class RecordedLink(SameMemory):
+    """A link whose streams write down what they are asked to do."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log, self.sizes = log, list[int]()
+
+    def host_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        made = super().host_tensor(shape, dtype)
+        self.sizes.append(made.nbytes)
+        return made
+
+    def stream(self) -> "RecordedLink":
+        return self
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        self.log.append("copy")
+        yield
+        self.log.append("copied")
+
+    def event(self) -> "RecordedLink":
+        return self
+
+    def record(self) -> None:
+        self.log.append("record")
+
+    def hold_steps(self) -> None:
+        self.log.append("hold")
+
+
+def test_an_adapter_is_packed_in_chunks_and_copied_beside_the_steps(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A matrix may lie in two chunks."""
+    monkeypatch.setattr(packed_adapter, "CHUNK_BYTES", 4 * 1000)
+    runner, link = start(folders[0]), RecordedLink([])
+    model = runner.model
+    places = DevicePlaces(model, 2, LIMITS, KERNELS, torch.device("cpu"), link)  # type: ignore[arg-type]
+    adapter = read_adapter(folders[1], ModelTargets(model), EXACT)
+    held = finished(places.prepare(adapter))
+    assert held.packed is not None and {one.nbytes for one in held.packed.chunks[:-1]} == {4000}
+    assert max(link.sizes) <= max(4000, held.packed.offsets.nbytes) and not held.deltas
+    places.put(1, held)
+    assert link.log == ["copy", "copied", "record", "hold"]
+    memory, first, entry = places._memory, places.size_bytes // 8, 0
+    for layer, share in enumerate(places._shares):
+        for delta in adapter.deltas.get(layer, ()):
+            at = entry + share.starts.index(delta.start)
+            for i, matrix in enumerate((delta.a, delta.b)):
+                assert matrix is not None
+                begin = first + int(places._offsets[1, at, i])
+                assert torch.equal(memory[begin : begin + matrix.numel()], matrix.flatten())
+            assert int(places._ranks[1, at]) == delta.rank
+        entry += len(share.sizes)
+    assert not memory[:first].any() and not places._ranks[0].any(), "the other place is as it was"
+
+
+def test_what_has_no_room_in_a_place_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference_experts.use(monkeypatch)
+    fields = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"], "r": 3}
+    save_adapter(BY_NAME["qwen3-moe"].save(tmp_path / "base"), tmp_path / "adapter", **fields)
+    model = start(tmp_path / "base").model
+    adapter = read_adapter(tmp_path / "adapter", ModelTargets(model), EXACT)
+    small = replace(LIMITS, target_modules=("q_proj",))
+    without = DevicePlaces(model, 1, small, KERNELS, torch.device("cpu"), SameMemory())
+    for limits, cause in (
+        (replace(LIMITS, with_experts=False), r"experts.0.down_proj, for which places on the device have no room"),
+        (
+            replace(LIMITS, max_rank=1, target_modules=("q_proj", "down_proj")),
+            r"takes \d+\.\d MiB on the device, a place has 0\.\d MiB",
+        ),
+        (replace(LIMITS, target_modules=("q_proj", "experts")), ""),
+    ):
+        places = DevicePlaces(model, 1, limits, KERNELS, torch.device("cpu"), SameMemory())
+        if cause:
+            with pytest.raises(AdapterError, match=cause):
+                finished(places.prepare(adapter))
+        else:
+            places.put(0, finished(places.prepare(adapter)))
+    assert without.size_bytes < places.size_bytes, "experts take room only where they may be changed"
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["without", "with"])
+def test_kernels_of_steps_with_adapters_are_recorded(
+    lora: LoraConfig | None, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the start, so that the first request with an adapter waits for no compiler."""
+    runner, seen = start(folders[0], lora=lora), list[int]()
+    monkeypatch.setattr(record_kernels, "make_device_ops", lambda pool, fused_steps: ReferenceOps())
+
+    def add(x: torch.Tensor, *arguments: object) -> None:
+        seen.append(len(x))
+
+    if lora is not None:
+        with torch.inference_mode():
+            kernels = AdapterKernels(add, add_to_heads_reference, adapt_embeddings_reference, replace_logits_reference)  # type: ignore[arg-type]
+            DevicePlaces(runner.model, 2, LIMITS, kernels, torch.device("cpu"), SameMemory())
+    config = settings(folders[0], lora=lora, max_num_seqs=4, max_num_batched_tokens=16)
+    need = KVMemoryNeed(
+        block_size=8, block_bytes=1024, max_model_len=64, max_num_seqs=4, max_step_tokens=16, batch_invariant=True
+    )
+    with torch.inference_mode():
+        record_kernels._launch_steps(runner.model, need, torch.float32, 1, config)
+    assert set(seen) == ({1, 4, 16} if lora is not None else set())
