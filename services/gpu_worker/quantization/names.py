@@ -72,14 +72,14 @@ class _Test:
         elif any(mark in pattern for mark in _MARKS):
             self._glob = pattern
         else:
-            self._parts = bare(pattern).split(".")
+            self._parts = bare(pattern.removesuffix(".")).split(".")
 
     def match(self, name: str) -> bool:
         names = variants(name)
         if self._regex is not None:
             return any(self._regex.match(one) for one in names)
         if self._glob is not None:
-            return any(fnmatch.fnmatchcase(one, self._glob) for one in names)
+            return any(fnmatch.fnmatchcase(one, glob) for one in names for glob in (self._glob, f"{self._glob}.*"))
         return any(_contains(bare(one).split("."), self._parts) for one in names)
 
 

@@ -42,7 +42,7 @@ FORMATS: dict[str | None, Callable[[Mapping[str, Any], WeightTable], Format]] = 
     "squeezellm": lambda said, table: QuantizedFormat(SqueezeLlmScheme(said, table.dtype), table),
     "hqq": lambda said, table: QuantizedFormat(HqqScheme(said, table.dtype), table),
     "modelopt": lambda said, table: QuantizedFormat(ModelOptScheme(said, table.device), table),
-    "mxfp4": lambda said, table: QuantizedFormat(Mxfp4Scheme(), table),
+    "mxfp4": lambda said, table: QuantizedFormat(Mxfp4Scheme(said), table),
     "quark": lambda said, table: QuantizedFormat(QuarkScheme(said, table.device, table.note), table),
 }
 

@@ -64,21 +64,33 @@ def quantize(source: Path, target: Path, how: Rounding) -> Written:
         raise ConfigError(f"{source}: no .safetensors files")
     if target.exists() and any(target.iterdir()):
         raise ConfigError(f"{target}: the folder is not empty")
-    target.mkdir(parents=True, exist_ok=True)
     patterns, written = NamePatterns(how.ignore), Written()
+    _check(files, how, patterns)
+    target.mkdir(parents=True, exist_ok=True)
     for file in files:
         tensors = dict(_rounded(file, how, patterns, written))
         save_file(tensors, target / file.name, {"format": "pt"})
         written.weight_map |= dict.fromkeys(tensors, file.name)
-    unused = patterns.unused()
-    if unused:
-        raise ConfigError(f"--ignore {unused[0]}: no matrix of the model has that name")
     _copy_others(source, target)
     ignored = [HEAD, *(name for name in written.ignored if name.rpartition(".")[2] != HEAD)]
     _write(target / "config.json", said | {KEY: config(how, ignored)})
     if len(files) > 1:
         _write(target / INDEX, {"metadata": {"total_size": written.size_bytes}, "weight_map": written.weight_map})
     return written
+
+
+def _check(files: list[Path], how: Rounding, patterns: NamePatterns) -> None:
+    """Raises ConfigError for groups that do not divide a matrix, and for patterns that mean none."""
+    for file in files:
+        with safe_open(file, "pt") as stored:
+            for name in stored.keys():  # noqa: SIM118
+                base, shape = name.removesuffix(WEIGHT), stored.get_slice(name).get_shape()
+                is_ignored = patterns.match(base)
+                if how.to == W4 and not is_ignored and _is_linear(name, len(shape)) and shape[1] % how.group:
+                    raise ConfigError(f"--group {how.group}: {base} has {shape[1]} inputs; --ignore it")
+    unused = [name for name in patterns.unused() if name != HEAD]  # which is never quantized, and may be an embedding
+    if unused:
+        raise ConfigError(f"--ignore {unused[0]}: no matrix of the model has that name")
 
 
 def _rounded(file: Path, how: Rounding, patterns: NamePatterns, written: Written) -> Iterator[tuple[str, Tensor]]:
@@ -89,26 +101,23 @@ def _rounded(file: Path, how: Rounding, patterns: NamePatterns, written: Written
             layer = written.layers.setdefault(found[1] if found else "", Layer())
             layer.bytes_before += tensor.nbytes
             tensors = {name: tensor}
-            if _is_linear(name, tensor, patterns):
-                base = name.removesuffix(WEIGHT)
-                if how.to == W4 and tensor.shape[1] % how.group:
-                    raise ConfigError(f"--group {how.group}: {base} has {tensor.shape[1]} inputs; --ignore it")
+            base = name.removesuffix(WEIGHT)
+            if tensor.dtype in FLOATS and _is_linear(name, tensor.dim()) and not patterns.match(base):
                 made, numbers = round_matrix(tensor, how)
                 tensors = {f"{base}.{key}": value.contiguous() for key, value in made.items()}
                 layer.error += float((numbers - tensor.float()).square().sum(dtype=torch.float64))
                 layer.size += float(tensor.float().square().sum(dtype=torch.float64))
             elif tensor.dim() > 1:
-                written.ignored.append(name.removesuffix(WEIGHT))
+                written.ignored.append(base)
             layer.bytes_after += sum(one.nbytes for one in tensors.values())
             written.size_bytes += sum(one.nbytes for one in tensors.values())
             yield from tensors.items()
 
 
-def _is_linear(name: str, tensor: Tensor, patterns: NamePatterns) -> bool:
+def _is_linear(name: str, dims: int) -> bool:
     """Whether it is a matrix of a decoder's layer, without routers."""
-    base = name.removesuffix(WEIGHT)
-    is_one = name.endswith(WEIGHT) and tensor.dim() == 2 and tensor.dtype in FLOATS and _BLOCK.match(name) is not None
-    return is_one and not is_left_out(base) and not patterns.match(base)
+    is_one = name.endswith(WEIGHT) and dims == 2 and _BLOCK.match(name) is not None
+    return is_one and not is_left_out(name.removesuffix(WEIGHT))
 
 
 def _copy_others(source: Path, target: Path) -> None:

@@ -1,8 +1,8 @@
 """AutoRound: `quant_method` auto-round. Its files have the layout of GPTQ or of AWQ (gemm).
 
 `packing_format` (in older files `backend`) names one of them: with "awq" in it AWQ's, with "gptq" the first version of
-GPTQ's, as without any, and otherwise (auto_round, auto_round:gptqmodel) the second one. `extra_config` has other
-settings of some matrices, by name or by a regular expression that is found in the name; 16 bits are none.
+GPTQ's, as without any or with "auto", and otherwise (auto_round, auto_round:gptqmodel) the second one. `extra_config`
+has other settings of some matrices, by name or by a regular expression that is found in the name; 16 bits are none.
 `block_name_to_quantize`, or `to_quant_block_names`, has prefixes of the names that are quantized; others are if
 `extra_config` has them. Documented in AutoRound (docs/step_by_step.md, auto_round/export) and in transformers
 (`AutoRoundConfig`).
@@ -29,6 +29,7 @@ from blockyard.services.gpu_worker.quantization.scheme import Matrix, Scheme, St
 
 NOT_QUANTIZED = 16  # bits
 AWQ, GPTQ, GPTQ_MODEL = "awq", "gptq", "gptqmodel"  # in packing_format
+UNSAID = ("", "auto")  # of packing_format and backend
 _MARKS = frozenset("*+?[](){}|^$\\")  # of a regular expression
 
 Names = str | list[str | list[str]]
@@ -93,8 +94,10 @@ class AutoRoundScheme:
     def _scheme(self, own: AutoRoundSettings) -> Scheme:
         key = own.bits, own.group_size, own.sym
         if key not in self._schemes:
-            packing = own.packing_format or own.backend or GPTQ
+            packing = own.packing_format or own.backend
             said = {"bits": own.bits, "group_size": own.group_size, "lm_head": True}
+            if packing in UNSAID:
+                packing = GPTQ
             if AWQ in packing:
                 self._schemes[key] = AwqScheme(said | {"zero_point": not own.sym}, self._dtype)
             else:

@@ -32,6 +32,7 @@ REFUSED = {"marlin-24": SPARSE, "sparse-24": SPARSE, "sparse-24-bitmask": SPARSE
 LINEAR = "Linear"
 TENSOR, CHANNEL, GROUP, BLOCK, TOKEN, TENSOR_GROUP = "tensor", "channel", "group", "block", "token", "tensor_group"
 LOCAL = "local"  # of `dynamic`: the scale of groups alone is
+AT_RUN_TIME = ("input", "output")  # locations of transforms that weights do not have in them
 KEPT_INPUTS = "inputs that the file would quantize stay 16 bits"
 
 
@@ -78,6 +79,18 @@ class SparseWeights(msgspec.Struct, frozen=True):
     format: str = DENSE
 
 
+class TransformArgs(msgspec.Struct, frozen=True):
+    location: str = ""
+
+
+class TransformScheme(msgspec.Struct, frozen=True):
+    apply: list[TransformArgs] = []
+
+
+class Transforms(msgspec.Struct, frozen=True):
+    config_groups: dict[str, TransformScheme] = {}
+
+
 class CompressedSettings(msgspec.Struct, frozen=True):
     """The fields of quantization_config that count."""
 
@@ -85,6 +98,16 @@ class CompressedSettings(msgspec.Struct, frozen=True):
     config_groups: dict[str, MatrixGroup] = {}
     ignore: list[str] = []
     sparsity_config: SparseWeights = SparseWeights()
+    transform_config: Transforms = Transforms()
+
+    def __post_init__(self) -> None:
+        for key, scheme in self.transform_config.config_groups.items():
+            for one in scheme.apply:
+                if one.location in AT_RUN_TIME:
+                    raise ValueError(
+                        f"transform_config: {key}: a transform of the {one.location} of layers; only those of weights "
+                        "are read"
+                    )
 
 
 class _GroupTargets:

@@ -62,6 +62,8 @@ class Fp8Settings(msgspec.Struct, frozen=True):
             raise ValueError(f"activation_scheme {self.activation_scheme!r} is neither dynamic nor static")
         if self.weight_block_size is not None and min(self.weight_block_size) < 1:
             raise ValueError(f"weight_block_size {list(self.weight_block_size)}: sizes are 1 or more")
+        if self.activation_scale_ub is not None and self.activation_scale_ub <= 0:
+            raise ValueError(f"activation_scale_ub {self.activation_scale_ub}: a bound of scales is more than 0")
 
 
 class Fp8Scheme:

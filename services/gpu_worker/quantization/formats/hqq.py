@@ -138,9 +138,12 @@ def _tensors(matrix: Matrix, params: WeightParams) -> dict[str, StoredTensor]:
     packed, scales = -(-rows // PARTS[params.nbits]), (rows, 1) if params.axis == 1 else (1, columns)
     dtype = torch.int32 if params.nbits == 3 else torch.uint8
     size = columns * dtype.itemsize  # bytes of a row
-    viewed = tuple((packed, size // float_bytes) for float_bytes in (2, 4) if size % float_bytes == 0)
+    viewed = {one: (packed, size // one.itemsize) for one in FLOATS if size % one.itemsize == 0}
+    header, shape = matrix.header(CODES), (packed, columns)
+    if header is not None:
+        shape = viewed.get(header.dtype, shape)
     tensors = {
-        CODES: matrix.stored(CODES, (packed, columns), frozenset({dtype, *FLOATS}), other_shapes=viewed),
+        CODES: matrix.stored(CODES, shape, frozenset({dtype, *viewed})),
         SCALE: matrix.stored(SCALE, scales, FLOATS),
         ZERO: matrix.stored(ZERO, scales, FLOATS),
     }

@@ -61,10 +61,15 @@ class Algorithm(msgspec.Struct, frozen=True):
     quant_algo: str | None = None  # None: it is not
     group_size: int = GROUP
 
+    @property
+    def algorithm(self) -> str | None:
+        """`quant_algo` in capitals."""
+        return self.quant_algo and self.quant_algo.upper()
+
     def __post_init__(self) -> None:
-        if self.quant_algo is not None and self.quant_algo not in READ:
+        if self.algorithm is not None and self.algorithm not in READ:
             raise ValueError(f"quant_algo {self.quant_algo!r} is none of {', '.join(READ)}")
-        if self.quant_algo in NVFP4 and self.group_size != GROUP:
+        if self.algorithm in NVFP4 and self.group_size != GROUP:
             raise ValueError(f"group_size {self.group_size}: {self.quant_algo} has groups of {GROUP}")
 
 
@@ -116,13 +121,13 @@ class ModelOptScheme:
 
     def _algorithm(self, name: str) -> str | None:
         """Finds a matrix's algorithm. None: not quantized. A name may mean all matrices in a part of a model."""
-        if self._settings.quant_algo != MIXED:
-            return self._settings.quant_algo
+        if self._settings.algorithm != MIXED:
+            return self._settings.algorithm
         short = bare(name)
         while short:
             found = self._by_name.find(short, *fused_names(short))
             if found is not None:
-                return found.quant_algo
+                return found.algorithm
             short = short.rpartition(".")[0]
         return None
 

@@ -8,11 +8,13 @@ matrix [out, in] as `name`_blocks [out, in / 32, 16] uint8, two values in a byte
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
-from blockyard.services.gpu_worker.quantization.formats.layouts.settings import exponents
+from blockyard.services.gpu_worker.quantization.formats.layouts.settings import exponents, read
 from blockyard.services.gpu_worker.quantization.kept import table4_a16
 from blockyard.services.gpu_worker.quantization.kept.table4_a16 import E2M1, Table4A16
 from blockyard.services.gpu_worker.quantization.names import NamePatterns
@@ -24,14 +26,24 @@ BYTES = frozenset({torch.uint8})
 FORM = Table4A16(E2M1, BLOCK, torch.float8_e8m0fnu)
 
 
+class Mxfp4Settings(msgspec.Struct, frozen=True):
+    """The fields of quantization_config that count."""
+
+    modules_to_not_convert: list[str] = []
+
+
 class Mxfp4Scheme:
     """Implements `Scheme`."""
 
+    def __init__(self, said: Mapping[str, Any]) -> None:
+        """Raises ConfigError for settings that it does not know."""
+        self._left_out = NamePatterns(read(said, Mxfp4Settings).modules_to_not_convert)
+
     def patterns(self) -> list[NamePatterns]:
-        return []
+        return [self._left_out]
 
     def stored(self, matrix: Matrix) -> StoredMatrix | None:
-        if matrix.experts is None:
+        if self._left_out.match(matrix.name) or matrix.experts is None:
             return None
         if matrix.inputs % BLOCK:
             raise ConfigError(f"config.json: mxfp4 weights of {matrix.inputs} inputs; a multiple of {BLOCK} is needed")

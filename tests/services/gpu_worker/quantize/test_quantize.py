@@ -26,7 +26,7 @@ HOW = {
     "int8": (Rounding("int8"), 0.01),
     "w4": (Rounding("w4", 32), 0.12),
     "w4 with zeros": (Rounding("w4", 32, asymmetric=True), 0.11),
-    "w4, some": (Rounding("w4", 16, ignore=["re:.*o_proj", "model.layers.1"]), 0.12),
+    "w4, some": (Rounding("w4", 16, ignore=["lm_head", "re:.*o_proj", "model.layers.1"]), 0.12),
 }
 
 
@@ -107,7 +107,9 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--group 48: model\.layers\.0\.\S+ has 64 inputs; --ignore it"):
         quantize(of_source, target, Rounding("w4", 48))
     with pytest.raises(ConfigError, match="--ignore vision: no matrix of the model has that name"):
-        quantize(of_source, target, Rounding("int8", ignore=["vision"]))
+        quantize(of_source, target, Rounding("int8", ignore=["lm_head", "vision"]))
+    assert not target.exists()
+    target.mkdir()
     (target / "some").touch()
     with pytest.raises(ConfigError, match="target: the folder is not empty"):
         quantize(of_source, target, Rounding("int8"))

@@ -73,7 +73,7 @@ def test_wrong_settings_are_refused(fields: dict[str, Any], error: str) -> None:
 @pytest.mark.parametrize(
     "packing",
     [
-        *({}, {"backend": "auto_round:gptq:exllamav2"}, {"packing_format": "auto_round:auto_awq"}),
+        *({}, {"backend": "auto"}, {"backend": "auto_round:gptq:exllamav2"}, {"packing_format": "auto_round:auto_awq"}),
         *({"packing_format": "auto_round"}, {"packing_format": "auto_round:gptqmodel"}),
     ],
 )

@@ -25,6 +25,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32,
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+from compressed_tensors.transform import TransformArgs, TransformConfig, TransformScheme
 from quantized_checkpoint import check_logits, is_projection, logits, write
 from safetensors.torch import load_file, save_file
 from tiny_models import start
@@ -235,6 +236,12 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, key: str, value: Tensor | 
         start(made.packed)
 
 
+def transforms(*locations: str) -> dict[str, Any]:
+    """`transform_config` as compressed-tensors writes it."""
+    args = [TransformArgs(targets=["Linear"], location=one) for one in locations]
+    return TransformConfig(config_groups={"R1": TransformScheme(type="hadamard", apply=args)}).model_dump(mode="json")
+
+
 def made_scheme(**said: Any) -> CompressedTensorsScheme:
     return CompressedTensorsScheme(said, torch.float32, torch.device("cpu"), lambda what, name: None)
 
@@ -256,11 +263,16 @@ def made_scheme(**said: Any) -> CompressedTensorsScheme:
         ({"config_groups": {"a": {"targets": [], "weights": {}}}}, "config_groups a has no format"),
         ({"config_groups": {"a": {"targets": ["re:("], "format": PACK}}}, "not a regular expression"),
         ({"config_groups": {"a": {"targets": [], "weights": {"type": "float", "num_bits": 6}}}}, "floats of 6 bits"),
+        ({"transform_config": transforms("weight_input", "input")}, "transform_config: R1: a transform of the input"),
     ],
 )
 def test_wrong_settings_are_refused(said: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         made_scheme(**said)
+
+
+def test_transforms_of_weights_are_in_them() -> None:
+    made_scheme(transform_config=transforms("weight_input", "weight_output"))
 
 
 def test_groups_that_do_not_divide_the_inputs_are_refused(tmp_path: Path) -> None:

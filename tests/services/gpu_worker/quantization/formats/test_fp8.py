@@ -298,6 +298,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, changed: dict[str, Tensor]
         ({"weight_block_size": [128]}, "Expected `array` of length 2"),
         ({"weight_block_size": [0, 128]}, r"weight_block_size \[0, 128\]: sizes are 1 or more"),
         ({"ignored_layers": "lm_head"}, "Expected `array`.*ignored_layers"),
+        ({"activation_scale_ub": 0.0}, "activation_scale_ub 0.0: a bound of scales is more than 0"),
     ],
 )
 def test_wrong_settings_are_refused(fields: dict[str, Any], error: str) -> None:

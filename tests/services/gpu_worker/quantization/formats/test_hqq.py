@@ -7,6 +7,7 @@ import pytest
 import torch
 from hqq_files import write_hqq
 from quantized_checkpoint import check_dummy_weights, check_lack, check_logits, replace_tensors
+from safetensors.torch import load_file
 from tiny_models import start
 from torch import Tensor
 
@@ -62,6 +63,15 @@ def test_what_is_wrong_is_named(tmp_path: Path, key: str, changed: Tensor, error
     name = f"model.layers.1.mlp.up_proj.{key}"
     replace_tensors(made, {name: changed})
     with pytest.raises(LoadError, match=f"{name}: {error}"):
+        start(made.packed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_codes_as_numbers_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    """A float stands for several bytes of codes."""
+    made, name = write_hqq(tmp_path, "llama"), "model.layers.1.mlp.up_proj.W_q"
+    replace_tensors(made, {name: load_file(made.packed / "model.safetensors")[name].to(dtype)})
+    with pytest.raises(LoadError, match=rf"{name}: the checkpoint has \[96, 32\], config.json means"):
         start(made.packed)
 
 

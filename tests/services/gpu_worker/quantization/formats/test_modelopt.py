@@ -114,7 +114,7 @@ def test_algorithms_of_single_matrices(tmp_path: Path) -> None:
 def test_settings_in_config_json_may_be_as_in_the_other_file(tmp_path: Path) -> None:
     made = write_modelopt(tmp_path, "llama", {"": "NVFP4"})
     add_settings(
-        made, json.dumps({"quantization_config": {"quant_method": "modelopt"} | of_file({"quant_algo": "NVFP4"})})
+        made, json.dumps({"quantization_config": {"quant_method": "modelopt"} | of_file({"quant_algo": "nvfp4"})})
     )
     check_logits(made)
 

@@ -8,7 +8,7 @@ import torch
 from mxfp4_files import QUANTIZATION, write_mxfp4
 from plan_driver import Driver
 from quantized_checkpoint import Checkpoints, check_logits
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import start
 from torch import Tensor
 
@@ -105,6 +105,23 @@ def test_the_same_tokens(folders: Checkpoints) -> None:
 def test_codes_are_kept(folders: Checkpoints) -> None:
     runner = check_logits(folders)
     assert any(line.startswith("Table4A16 weights") for line in runner.model.table.describe_unused())
+
+
+def test_modules_to_not_convert(tmp_path: Path) -> None:
+    """A layer may have experts that are not quantized."""
+    made, prefix = write_mxfp4(tmp_path), "model.layers.1.mlp.experts"
+    plain, packed = (load_file(one / "model.safetensors") for one in (made.plain, made.packed))
+    stored = {name: value for name, value in packed.items() if not name.startswith(prefix)}
+    stored |= {name: value for name, value in plain.items() if name.startswith(prefix)}
+    save_file(stored, made.packed / "model.safetensors")
+    names = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head", prefix, "else"]
+    file = made.packed / "config.json"
+    said = QUANTIZATION["quantization_config"] | {"modules_to_not_convert": names}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": said}))
+    lines = check_logits(made).model.table.describe_unused()
+    assert [line for line in lines if line.startswith("quantization_config")] == [
+        "quantization_config names what the model does not have: else"
+    ]
 
 
 def test_dummy_weights(folders: Checkpoints) -> None:
