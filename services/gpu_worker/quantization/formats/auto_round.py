@@ -30,6 +30,7 @@ from blockyard.services.gpu_worker.quantization.scheme import Matrix, Scheme, St
 NOT_QUANTIZED = 16  # bits
 AWQ, GPTQ, GPTQ_MODEL = "awq", "gptq", "gptqmodel"  # in packing_format
 UNSAID = ("", "auto")  # of packing_format and backend
+OF_GPTQ = ("gptq", "exllama", "triton", "marlin")  # kernels in packing_format, all of which read GPTQ's layout
 _MARKS = frozenset("*+?[](){}|^$\\")  # of a regular expression
 
 Names = str | list[str | list[str]]
@@ -54,6 +55,9 @@ class AutoRoundSettings(msgspec.Struct, frozen=True):
         group_of(self.group_size, self.bits)
         if self.data_type != "int":
             raise ValueError(f"data_type {self.data_type!r}: only int is supported")
+        packing = self.packing_format or self.backend
+        if packing not in (*UNSAID, "auto_round") and not any(word in packing for word in (AWQ, *OF_GPTQ)):
+            raise ValueError(f"packing_format {packing!r}: only layouts of GPTQ and AWQ are read")
 
 
 class AutoRoundScheme:

@@ -49,7 +49,12 @@ class QuarkSettings(msgspec.Struct, frozen=True):
 
     global_quant_config: LayerConfig = LayerConfig()
     layer_quant_config: dict[str, LayerConfig] = {}
+    layer_type_quant_config: dict[str, Any] = {}
     exclude: list[str] = []
+
+    def __post_init__(self) -> None:
+        if self.layer_type_quant_config:
+            raise ValueError("layer_type_quant_config: settings by the class of a layer are not read")
 
 
 class QuarkScheme:

@@ -60,6 +60,7 @@ def test_names_of_blocks(names: Any) -> None:
     ("fields", "error"),
     [
         ({"bits": 5}, "bits 5 is none of"),
+        ({"packing_format": "auto_round:fp8"}, "packing_format 'auto_round:fp8': only layouts of GPTQ and AWQ"),
         ({"data_type": "mx_fp"}, "data_type 'mx_fp': only int is supported"),
         ({"extra_config": {"(": {"bits": 4}}}, "not a regular expression"),
         ({"packing_format": "auto_round:auto_awq", "bits": 8}, "bits 8: weights of AWQ have 4"),

@@ -45,3 +45,9 @@ def test_wrong_settings_are_refused(weight: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         said = {"global_quant_config": {"weight": weight}}
         QuarkScheme(said, torch.device("cpu"), lambda what, name: None)
+
+
+def test_settings_by_the_class_of_a_layer_are_refused() -> None:
+    said = {"layer_type_quant_config": {"Linear": {"weight": {"dtype": "int8"}}}}
+    with pytest.raises(ConfigError, match="layer_type_quant_config: settings by the class of a layer are not read"):
+        QuarkScheme(said, torch.device("cpu"), lambda what, name: None)
