@@ -45,11 +45,12 @@ def plan_trades(loads: Ints, owners: Sequence[int], num_ranks: int) -> list[Trad
     """Returns trades of two experts of different ranks, in their order.
 
     Each takes an expert of the fullest rank and one of another, so that the fuller one of both ranks then has as little
-    as can be. It ends at AIM, or where no trade gains.
+    as can be. It ends at AIM, or where no trade gains. Of ranks that are equally full one may gain and another not: the
+    last trades that leave the largest load as it was are not done.
     """
     of_expert, ranks = np.array(loads, np.float64), np.array(owners)
     of_ranks = np.bincount(ranks, of_expert, num_ranks)
-    mean, found = of_ranks.mean(), list[Trade]()
+    mean, found, least, num_kept = of_ranks.mean(), list[Trade](), of_ranks.max(), 0
     while of_ranks.max() > AIM * mean:
         fullest = int(of_ranks.argmax())
         own, others = np.flatnonzero(ranks == fullest), np.flatnonzero(ranks != fullest)
@@ -63,4 +64,6 @@ def plan_trades(loads: Ints, owners: Sequence[int], num_ranks: int) -> list[Trad
         of_ranks[ranks[taken]] += moved[first, second]
         ranks[given], ranks[taken] = ranks[taken], fullest
         found.append((given, taken))
-    return found
+        if of_ranks.max() < least:
+            least, num_kept = of_ranks.max(), len(found)
+    return found[:num_kept]

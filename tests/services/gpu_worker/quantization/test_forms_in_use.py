@@ -183,7 +183,8 @@ def test_experts_of_ranks(case: Case, spreads: bool) -> None:
         table.finish()
         assert weights.specs is not None
         columns = list(range(inner) if spreads else weights.specs[1].matrix.inputs.share(table.shard))
-        assert weights.own == (own if spreads else None)
+        assert (weights.places is not None) == spreads
+        assert weights.places is None or weights.places.first == own
         for i, expert in enumerate(own):
             w1, w2, w3 = (plain[f"{prefix}.{expert}.w{k}.weight"] for k in (1, 2, 3))
             for method, whole in (

@@ -37,7 +37,7 @@ def small_gpu(monkeypatch: pytest.MonkeyPatch) -> CudaBackend:
     """A GPU of 10 GiB with 2 GiB of weights: a step takes 1 GiB, graphs 512 MiB and penalties 256 MiB."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * GIB, 10 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 * GIB)
-    monkeypatch.setattr(cuda, "peak_bytes", lambda *_: GIB)
+    monkeypatch.setattr(cuda, "peak_bytes", lambda *_, **__: GIB)
     monkeypatch.setattr(
         cuda.cuda_steps, "graph_bytes", lambda *_, captures, has_adapters: ((512 << 20) if captures else 0, 256 << 20)
     )
@@ -107,7 +107,7 @@ def test_more_kv_memory_than_a_gpu_has_left(tmp_path: Path, small_gpu: CudaBacke
 def test_a_step_that_does_not_fit_beside_the_weights(
     tmp_path: Path, small_gpu: CudaBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: object) -> int:
+    def fails(*_: object, **__: object) -> int:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(cuda, "peak_bytes", fails)
