@@ -1,6 +1,7 @@
 """Ranks that their leader has not started join its group over links with Curve keys, or are told why they cannot."""
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,9 +14,10 @@ from tcp_addresses import tcp_bus
 from blockyard.services.gpu_worker.parallel.commands import Begin, GroupDigest, LifeSign, TransfersClosed
 from blockyard.services.gpu_worker.ranks import joining
 from blockyard.services.gpu_worker.ranks.entrance import RankEntrance
-from blockyard.services.gpu_worker.ranks.joining import JoinedGroup, RankTicket, TakenError, join
+from blockyard.services.gpu_worker.ranks.joining import JoinedGroup, RankTicket, TakenError, join, leaders
 from blockyard.shared.bus.curve import new_keys
 from blockyard.shared.bus.links import Links
+from blockyard.shared.bus.ring_query import ask_members
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import BlockyardError, ConfigError, LoadError
@@ -167,6 +169,9 @@ def test_two_leaders_are_one_error(bus: BusConfig, monkeypatch: pytest.MonkeyPat
         for name in ("one", "two"):
             links = stack.enter_context(Links(name, Role.GPU_WORKER, bus, WorkerIn, own_heartbeat=True))
             links.update(ranks=entrance.address)
+        end_s = time.monotonic() + 20.0
+        while len(leaders(ask_members(bus, 5.0).members, "workers")) < 2 and time.monotonic() < end_s:
+            time.sleep(0.02)
         error = Joining(msgspec.structs.replace(ticket(bus, entrance, 2), address=None)).refused()
     entrance.close()
     assert isinstance(error, TakenError) and "--node-rank 0 of the group workers is taken by" in str(error)

@@ -11,9 +11,9 @@ from ties import Score, Ties
 from tiny_models import BY_NAME, VOCAB, greedy_score
 from tiny_models import start as start_on
 
-from blockyard.services.gpu_worker.engine import window_of
 from blockyard.services.gpu_worker.memory import GIB, KVMemoryNeed, plan_cpu
 from blockyard.services.gpu_worker.runner import Runner
+from blockyard.services.gpu_worker.startup.geometry import window_of
 from blockyard.shared.errors import LoadError
 from blockyard.shared.messages import Sampling
 

@@ -1,10 +1,12 @@
 """Turns bytes into a history of groups with roles. Blocks land in any order, and notices are lost or doubled."""
 
 from collections import Counter
+from collections.abc import Mapping
 from itertools import product
 
 from blockyard.shared.messages import KVAudit, KVLanded, KVRole
 
+from ..harness.fake_transfers import FakeTransfers
 from ..harness.program import SHAPES, Program, pick
 from ..harness.world import Shape
 
@@ -55,6 +57,7 @@ class TransferProgram(Program):
             self.audit,
             self.lose_notice,
             self.break_link,
+            self.kill_sender,
         ]
 
     def count(self) -> Counter[str]:
@@ -120,6 +123,16 @@ class TransferProgram(Program):
     def kill_worker(self, a: int, b: int) -> None:
         before = dict(self.world.transfers)
         super().kill_worker(a, b)
+        self._count_dead(before)
+
+    def kill_sender(self, a: int, b: int) -> None:
+        before = dict(self.world.transfers)
+        worker = pick([one for one, transfers in before.items() if transfers.outgoing], a)
+        if worker is not None:
+            self.world.kill(worker)
+            self._count_dead(before)
+
+    def _count_dead(self, before: Mapping[int, FakeTransfers]) -> None:
         for worker in before.keys() - self.world.transfers.keys():
             self.counted["senders died"] += bool(before[worker].outgoing)
             self.counted["receivers died"] += bool(before[worker].incoming)
