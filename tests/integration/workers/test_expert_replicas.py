@@ -22,7 +22,7 @@ from worker.every_architecture import PROMPTS, TOKENIZER
 
 FLAGS = ("--tokenizer", str(TOKENIZER), "--device", "cpu", "--dtype", "float32", "--detokenizers", "1")
 FLAGS += ("--tokenizers", "1", "-dp", "2", "--enable-expert-parallel")
-NUM_TOKENS = 80
+NUM_TOKENS = 160
 END_S = 5.0
 IDLE_S, IDLE_TICKS = 2.0, 10  # of CPU time, 10 ms each: heartbeats and signs of life
 
@@ -42,7 +42,7 @@ async def answers(server: Server, num: int, victim: int = 0) -> list[Answer]:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(100)) as session:
         tasks = [asyncio.create_task(ask(session, server, prompt)) for prompt in prompts]
         if victim:
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.1)
             assert not any(task.done() for task in tasks), "the kill comes too late to mean anything"
             os.kill(victim, signal.SIGKILL)
         return list(await asyncio.gather(*tasks))
@@ -88,6 +88,7 @@ def test_tokens_are_those_of_one_worker(flags: tuple[str, ...], victim: str, tmp
         with ThreadPoolExecutor(1) as pool:
             resumed = pool.submit(asyncio.run, answers(server, 6, ranks[victim]))
             while Path(f"/proc/{ranks[victim]}").exists():
+                assert not resumed.done(), resumed.result()
                 time.sleep(0.01)
             all_end(list(ranks.values()))
             check(resumed.result(), model)
