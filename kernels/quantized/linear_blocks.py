@@ -19,8 +19,6 @@ from blockyard.kernels.quantized.block_weights import BLOCK, BlockWeights, dequa
 from blockyard.kernels.quantized.unpack_assembly import unpack_assembly
 from blockyard.kernels.quantized.unpack_tiles import less_zeros, numbers, scale_numbers
 
-CACHE_LINE = 128  # bytes
-
 
 def linear_blocks_reference(x: Tensor, weights: BlockWeights, bias: Tensor | None = None) -> Tensor:
     """In float64."""

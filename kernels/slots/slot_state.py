@@ -151,5 +151,4 @@ class SlotOutcome(IntEnum):
     WAITING = auto()  # no token: the next step computes the last known token again and writes the same KV
 
 
-ALIVE = (SlotOutcome.PART, SlotOutcome.TOKEN, SlotOutcome.WAITING)
 WITH_TOKEN = (SlotOutcome.TOKEN, SlotOutcome.END_OF_SEQUENCE, SlotOutcome.STOP, SlotOutcome.LENGTH)

@@ -10,22 +10,21 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 import msgspec
-import uvloop
 
-from blockyard.services.bench.load import client, processes
+from blockyard.services.bench.load import processes
 from blockyard.services.bench.load.client import LoadPlan, LoadRun
 from blockyard.services.bench.load.results import BenchError
 from blockyard.services.bench.server import OpenAIServer, find
 from blockyard.services.bench.suite import measures, shapes
-from blockyard.services.bench.suite.item import UNCACHED, SuiteItem, compared, high, low
+from blockyard.services.bench.suite.item import UNCACHED, SuiteItem, compared, low
 from blockyard.services.bench.suite.measures import Measurement, SuiteContext, median_of, offline_llm
-from blockyard.services.bench.suite.served import VOCAB, SuiteServer
+from blockyard.services.bench.suite.served import VOCAB, SuiteServer, run_load
 from blockyard.shared.percentiles import percentile, percentiles_of
 
 WORDS = ("the", "river", "house", "green", "small", "never", "walks", "over", "seven", "paper", "light", "stone")
@@ -37,7 +36,6 @@ FLOOD_FIRST_S = 1.0  # until the flood fills the queues
 TIMED_CALLS = 100  # one after another, in each run
 RANKINGS = 5  # one after another, in each run
 QUERY_TOKENS = 16
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +102,11 @@ def call_rate(model: str, load: TextLoad, texts_a_call: int) -> Callable[[SuiteS
     """TFLOP/s of calls to /v1/embeddings with `texts_a_call` texts as token ids each, base64, CALLS_AT_ONCE at once."""
 
     def measure(served: SuiteServer) -> Measurement:
-        endpoint, runs = find(served.url, None).endpoint("embeddings"), []
+        found, runs = find(served.url, None), []
         for run in range(1 + measures.RUNS):
-            plan = _calls(served, load, run, texts_a_call, CALLS_AT_ONCE)  # the first run captures graphs
+            plan = _calls(found, load, run, texts_a_call, CALLS_AT_ONCE)  # the first run captures graphs
             lens, num = [0] * len(plan.requests), processes.num_for(8 * CALLS_AT_ONCE)
-            with client.QuietProcess(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                read = runner.run(processes.run(endpoint, plan, lens, LoadRun(), num))
-            results = read()
+            results = run_load(found.endpoint("embeddings"), plan, lens, num)
             if failed := [one.failure for one in results if one.failure]:
                 raise BenchError(f"{len(failed)} of {len(results)} calls failed: {failed[0]}")
             seconds = max(one.ended_s for one in results) - min(one.sent_s for one in results)
@@ -120,8 +116,7 @@ def call_rate(model: str, load: TextLoad, texts_a_call: int) -> Callable[[SuiteS
     return measure
 
 
-def _calls(served: SuiteServer, load: TextLoad, seed: int, texts_a_call: int, at_once: int) -> LoadPlan:
-    found = find(served.url, None)
+def _calls(found: OpenAIServer, load: TextLoad, seed: int, texts_a_call: int, at_once: int) -> LoadPlan:
     endpoint, model = found.endpoint("embeddings"), found.first_model()
     prompts = load.prompts(seed)
     bodies = [
@@ -151,7 +146,7 @@ def one_text_beside_flood(num_tokens: int, flood: TextLoad, texts_a_call: int) -
     def measure(served: SuiteServer) -> Measurement:
         found, path = find(served.url, None), "/v1/embeddings"
         body = _body(path, found, _text(found, num_tokens))
-        plan = _calls(served, flood, 0, texts_a_call, FLOOD_CALLS)
+        plan = _calls(found, flood, 0, texts_a_call, FLOOD_CALLS)
 
         async def both() -> list[float]:
             endpoint, lens = found.endpoint("embeddings"), [0] * len(plan.requests)
@@ -179,8 +174,8 @@ def rerank_rate(model: str, num_passages: int, num_tokens: int) -> Callable[[Sui
         documents = [" ".join(words[i % len(words) :] + words[: i % len(words)]) for i in range(num_passages)]
         fields = {"query": _text(found, QUERY_TOKENS), "documents": documents, "return_documents": False}
         body = msgspec.json.encode(fields | {"model": found.first_model()})
-        _call_times(served, path, body, RANKINGS)
-        pair = _answer(served, path, body, _RankAnswer).usage.total_tokens / num_passages
+        *_, (_, answer) = _calls_in_turn(served, path, body, RANKINGS)
+        pair = msgspec.json.decode(answer, type=_RankAnswer).usage.total_tokens / num_passages
         for _ in range(measures.RUNS):
             seconds = percentile(sorted(_call_times(served, path, body, RANKINGS)), 50) / 1e3
             runs.append(num_passages * text_flop(model, round(pair)) / seconds / TERA)
@@ -210,32 +205,24 @@ def _body(path: str, found: OpenAIServer, text: str) -> bytes:
     return msgspec.json.encode({"model": found.first_model(), field: text})
 
 
-def _call_times(served: SuiteServer, path: str, body: bytes, num: int) -> list[float]:
-    """Returns the ms of `num` calls. Raises BenchError for a status other than 200."""
-    parts, times = urlsplit(served.url), []
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port)
-    try:
+def _calls_in_turn(served: SuiteServer, path: str, body: bytes, num: int) -> Iterator[tuple[float, bytes]]:
+    """Yields the ms and the answer of each of `num` calls. Raises BenchError for a status other than 200."""
+    parts = urlsplit(served.url)
+    with closing(http.client.HTTPConnection(parts.hostname or "", parts.port)) as connection:
         for _ in range(num):
             begin_s = time.perf_counter()
             connection.request("POST", path, body, {"Content-Type": "application/json"})
             answer = connection.getresponse()
             text = answer.read()
-            times.append(1e3 * (time.perf_counter() - begin_s))
+            ms = 1e3 * (time.perf_counter() - begin_s)
             if answer.status != 200:
                 raise BenchError(f"{path}: HTTP {answer.status}: {text[:300].decode(errors='replace')}")
-    finally:
-        connection.close()
-    return times
+            yield ms, text
 
 
-def _answer(served: SuiteServer, path: str, body: bytes, kind: type[T]) -> T:
-    parts = urlsplit(served.url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port)
-    try:
-        connection.request("POST", path, body, {"Content-Type": "application/json"})
-        return msgspec.json.decode(connection.getresponse().read(), type=kind)
-    finally:
-        connection.close()
+def _call_times(served: SuiteServer, path: str, body: bytes, num: int) -> list[float]:
+    """Returns the ms of each of `num` calls."""
+    return [ms for ms, _ in _calls_in_turn(served, path, body, num)]
 
 
 BGE, RERANKER, Q06_EMBEDDING = "bge-base-en-v1.5", "bge-base-en-v1.5-reranker", "qwen3-embedding-0.6b"
@@ -246,17 +233,20 @@ GEMM = "gemm-bf16"
 TFLOPS = "TFLOP/s"
 
 
+def _rate(name: str, what: str, model: str, flags: tuple[str, ...], target: float) -> SuiteItem:
+    return SuiteItem(name, what, TFLOPS, model, flags, target, 1.0, True)
+
+
 def _embed(name: str, title: str, model: str, flags: tuple[str, ...], load: TextLoad, target: float) -> SuiteItem:
     what = f"{title}, in process, texts of {load.num_tokens}"
-    item = SuiteItem(f"embed-{name}-{load.num_tokens}", what, TFLOPS, model, flags, target, 1.0, True,
-                     measure_alone=embed_rate(model, load))  # fmt: skip
-    return compared(item, GEMM)
+    item = _rate(f"embed-{name}-{load.num_tokens}", what, model, flags, target)
+    return replace(item, measure_alone=embed_rate(model, load), base=GEMM)
 
 
 def _over_http(load: TextLoad, target: float) -> SuiteItem:
     what = f"bge-base over HTTP, 32 texts a call, texts of {load.num_tokens}"
-    item = high(f"http-bge-{load.num_tokens}", what, BGE, OVER_HTTP, target, 1.0, call_rate(BGE, load, 32))
-    return compared(item, f"embed-bge-{load.num_tokens}")
+    item = _rate(f"http-bge-{load.num_tokens}", what, BGE, OVER_HTTP, target)
+    return replace(item, measure_server=call_rate(BGE, load, 32), base=f"embed-bge-{load.num_tokens}")
 
 
 POOLING_ITEMS = (
@@ -275,6 +265,6 @@ POOLING_ITEMS = (
                  one_text("/v1/embeddings", 16)), "tokenize-16"),
     compared(low("one-text-16-flood", "bge-base, one text of 16 tokens beside a flood of texts of 128, p99", "ms", BGE,
                  OVER_HTTP, 6.0, 1.0, one_text_beside_flood(16, TextLoad(96000, 128), 32)), "one-text-16"),
-    compared(high("rerank-100", "reranker of bge-base's shape, a query and 100 passages of 256 tokens", RERANKER,
-                  BGE_FLAGS, 0.25, 1.0, rerank_rate(RERANKER, 100, 256)), GEMM),
+    replace(_rate("rerank-100", "reranker of bge-base's shape, a query and 100 passages of 256 tokens", RERANKER,
+                  BGE_FLAGS, 0.25), measure_server=rerank_rate(RERANKER, 100, 256), base=GEMM),
 )  # fmt: skip

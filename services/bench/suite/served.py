@@ -20,7 +20,7 @@ import uvloop
 
 from blockyard.services.bench.datasets import RandomIds, SampleRequest
 from blockyard.services.bench.load import client, processes
-from blockyard.services.bench.load.client import LoadPlan, LoadRun
+from blockyard.services.bench.load.client import Endpoint, LoadPlan, LoadRun
 from blockyard.services.bench.load.results import BenchError, RequestResult
 from blockyard.services.bench.server import find
 from blockyard.shared.messages import Role
@@ -127,9 +127,7 @@ class SuiteServer:
         ]
         plan = LoadPlan(bodies, [0.0] * len(bodies) if due_s is None else due_s)
         output_lens = [request.num_output for request in requests]
-        with client.QuietProcess(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            read = runner.run(processes.run(endpoint, plan, output_lens, LoadRun(), processes.num_for(len(requests))))
-        results = read()
+        results = run_load(endpoint, plan, output_lens, processes.num_for(len(requests)))
         for request, one in zip(requests, results, strict=True):
             if one.failure:
                 raise BenchError(f"a request failed: {one.failure}")
@@ -139,6 +137,13 @@ class SuiteServer:
             if each_token and len(one.tokens_s) < request.num_output - 1:
                 raise BenchError(f"{len(one.tokens_s)} events for {request.num_output} tokens: not one for each")
         return results
+
+
+def run_load(endpoint: Endpoint, plan: LoadPlan, output_lens: list[int], num: int) -> list[RequestResult]:
+    """Sends a plan's requests from `num` processes; responses are parsed behind the last. Errors: `processes.run`."""
+    with client.QuietProcess(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        read = runner.run(processes.run(endpoint, plan, output_lens, LoadRun(), num))
+    return read()
 
 
 def _values(lines: Sequence[str], name: str, label: str = "") -> list[float]:

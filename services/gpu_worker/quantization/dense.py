@@ -170,25 +170,18 @@ class UnquantizedFormat:
         return UnquantizedLinear(weight, bias)
 
     def experts(self, table: WeightTable, spec: ExpertSpec) -> ExpertMethod:
-        made = allocate_experts(table, spec)
-        place_weights(table, spec.matrix, made.weight, spec.suffixes[0], is_stacked=spec.stacked, experts=spec)
-        return made
+        outputs, inputs = spec.matrix.num_outputs(table.shard), spec.matrix.num_inputs(table.shard)
+        [weight] = table.expert_memory(((spec.num_own, outputs, inputs), table.dtype))
+        bias = table.empty(spec.num_own, outputs) if spec.matrix.bias else None
+        if bias is not None:
+            place_rows(table, spec.matrix, bias, spec.suffixes[1], is_stacked=spec.stacked, experts=spec)
+        place_weights(table, spec.matrix, weight, spec.suffixes[0], is_stacked=spec.stacked, experts=spec)
+        return UnquantizedExperts(weight, bias)
 
     def plain(self, table: WeightTable, spec: LinearSpec, dtype: torch.dtype) -> Tensor:
         weight = table.empty(spec.num_outputs(table.shard), spec.num_inputs(table.shard), dtype=dtype)
         place_weights(table, spec, weight)
         return weight
-
-
-def allocate_experts(table: WeightTable, spec: ExpertSpec) -> UnquantizedExperts:
-    """Memory of a product of all experts of a layer, and places of the biases, which no format quantizes."""
-    outputs, inputs = spec.matrix.num_outputs(table.shard), spec.matrix.num_inputs(table.shard)
-    [weight] = table.expert_memory(((spec.num_own, outputs, inputs), table.dtype))
-    if not spec.matrix.bias:
-        return UnquantizedExperts(weight)
-    bias = table.empty(spec.num_own, outputs)
-    place_rows(table, spec.matrix, bias, spec.suffixes[1], is_stacked=spec.stacked, experts=spec)
-    return UnquantizedExperts(weight, bias)
 
 
 def place_weights(

@@ -31,7 +31,6 @@ SPARSE = "needs kernels of sparse weights; a checkpoint without 2:4 gaps is read
 REFUSED = {"marlin-24": SPARSE, "sparse-24": SPARSE, "sparse-24-bitmask": SPARSE, "sparse-bitmask": SPARSE}
 LINEAR = "Linear"
 TENSOR, CHANNEL, GROUP, BLOCK, TOKEN, TENSOR_GROUP = "tensor", "channel", "group", "block", "token", "tensor_group"
-LOCAL = "local"  # of `dynamic`: the scale of groups alone is
 AT_RUN_TIME = ("input", "output")  # locations of transforms that weights do not have in them
 KEPT_INPUTS = "inputs that the file would quantize stay 16 bits"
 
