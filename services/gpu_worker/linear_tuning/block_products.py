@@ -1,7 +1,7 @@
 """Kernels of weights of 4 and 8 bits in blocks, with inputs as they are. Imports Triton: for GPUs only.
 
 Beside the method's own product: the skinny GEMM for few rows, the GEMM whose codes never leave registers for up to 16,
-the stream-K GEMM, and for many rows cuBLAS with a weight that is unpacked first.
+the GEMM of Hopper's warp groups or the stream-K GEMM, and for many rows cuBLAS with a weight that is unpacked first.
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from blockyard.kernels.gpu_facts import runs_hopper_kernels
+from blockyard.kernels.int_math import ceil_div
 from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.programmatic_launch import supports_pdl
+from blockyard.kernels.quantized import linear_blocks_wgmma
 from blockyard.kernels.quantized.block_weights import BLOCK
 from blockyard.kernels.quantized.linear_blocks import linear_blocks
 from blockyard.kernels.quantized.linear_blocks_mma import (
@@ -31,7 +34,7 @@ from blockyard.services.gpu_worker.quantization.kept.block_products import Block
 from blockyard.services.gpu_worker.quantization.kept.form import KeptLinear
 from blockyard.services.gpu_worker.quantization.method import Fusion, LinearMethod
 
-WORKSPACE_ELEMENTS = 6 << 20  # one tile of 128 x 256 for each of 192 programs
+WORKSPACE_ELEMENTS = 9 << 20  # two tiles of 128 x 256 for each of 144 programs
 WORKSPACE_PROGRAMS = 1 << 14
 EXAMPLE_FEATURES = 256  # of `example`
 SHARED_BYTES = 226 << 10  # usable shared memory of one SM, compute capability 9.0
@@ -63,6 +66,13 @@ TILES = {
           (256, 64, BLOCK, 3, 8)),
     256: ((128, 128, BLOCK, 3, 8), (128, 128, BLOCK, 4, 8), (128, 256, BLOCK, 2, 8), (256, 128, BLOCK, 2, 8)),
 }  # fmt: skip
+# most rows -> candidates of the GEMM of warp groups: row_tile, in_tile, stages
+WGMMA_TILES = {
+    16: ((16, BLOCK, 6), (16, 2 * BLOCK, 4)),
+    32: ((32, BLOCK, 6), (32, 2 * BLOCK, 4)),
+    64: ((64, BLOCK, 5), (64, 2 * BLOCK, 3)),
+    256: ((128, BLOCK, 4),),
+}
 BATCH_INVARIANT = (64, 32, BLOCK, 4, 4)  # as in TILES, for any number of rows
 UNPACKED = KernelConfig("unpacked")
 
@@ -72,7 +82,7 @@ class BlockProducts:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, processors: int) -> None:
         self._device, self._dtype, self._processors = device, dtype, processors
-        self._pdl = supports_pdl(device)
+        self._pdl, self._hopper = supports_pdl(device), runs_hopper_kernels(device)
         self._space: Workspace | None = None
 
     def candidates(self, layer: LinearShape, rows: int, group: Sequence[Linear]) -> list[KernelConfig]:
@@ -88,14 +98,33 @@ class BlockProducts:
         if in_registers:
             row_tile = mma_row_tile(rows)
             made += [KernelConfig("mma", out, row_tile, BLOCK, ahead, warps) for out, warps, ahead in MMA_TILES]
-            if rows <= MMA_ALONE:
-                return made
+        if self._hopper and linear_blocks_wgmma.can_multiply(_blocks(group[0].method).weights, self._dtype):
+            made += self._of_warp_groups(layer, rows)
+            return [*made, UNPACKED] if rows > 64 else made
+        if in_registers and rows <= MMA_ALONE:
+            return made
         made += [
             self._config(layer, tiles, split)
             for tiles in TILES[next(most for most in TILES if rows <= most)]
             for split in self._splits(layer, rows, tiles)
         ]
         return [*made, UNPACKED] if rows > 64 else made
+
+    def _of_warp_groups(self, layer: LinearShape, rows: int) -> list[KernelConfig]:
+        """With one program for each multiprocessor, and with as many whole parts of tiles as there are multiprocessors
+        for."""
+        made = []
+        for row_tile, in_tile, stages in WGMMA_TILES[next(most for most in WGMMA_TILES if rows <= most)]:
+            tiles = ceil_div(layer.out_features, linear_blocks_wgmma.OUT_TILE) * ceil_div(rows, row_tile)
+            most = max(layer.in_features // in_tile // FEWEST_BLOCKS, 1)
+            parts = self._processors // tiles
+            made += [
+                KernelConfig(
+                    "wgmma", linear_blocks_wgmma.OUT_TILE, row_tile, in_tile, stages, linear_blocks_wgmma.WARPS, split
+                )
+                for split in sorted({0} | {min(one, most) for one in (parts, parts // 2) if one})
+            ]
+        return made
 
     def _splits(self, layer: LinearShape, rows: int, tiles: tuple[int, int, int, int, int]) -> list[int]:
         """Split-K factors with which one to four programs run on each multiprocessor."""
@@ -134,12 +163,30 @@ class BlockProducts:
                 blocks.ordered(x), weights, bias, out_tile=out_tile, warps=warps, ahead=ahead, pdl=pdl
             )
         workspace, split, table = self._workspace(), config.split, blocks.table
+        if config.kernel == "wgmma":
+            return self._warp_groups(config, blocks, bias, workspace)
         tiling = Tiling(
             config.out_tile, config.row_tile, config.in_tile, config.stages, config.warps, self._pdl, config.fetch
         )
         if blocks.order is None:
             return lambda x: linear_blocks(x, weights, bias, tiling, workspace, split, table=table)
         return lambda x: linear_blocks(blocks.ordered(x), weights, bias, tiling, workspace, split, table=table)
+
+    def _warp_groups(
+        self, config: KernelConfig, blocks: BlockProduct, bias: Tensor | None, workspace: Workspace
+    ) -> Product:
+        weights, processors, row_tile = blocks.weights, self._processors, config.row_tile
+        tiling = Tiling(config.out_tile, row_tile, config.in_tile, config.stages, config.warps, self._pdl)
+        out_tiles = ceil_div(weights.outputs, config.out_tile)
+
+        def product(x: Tensor) -> Tensor:
+            tiles = out_tiles * ceil_div(len(x), row_tile)
+            programs = tiles * config.split or processors
+            return linear_blocks_wgmma.linear_blocks_wgmma(
+                blocks.ordered(x), weights, bias, tiling, workspace, programs
+            )
+
+        return product
 
     def fused(self, config: KernelConfig, method: LinearMethod) -> FusedProduct:
         """The skinny GEMM of rows in the order of the columns, which can fuse the norm, the gate and the residual
