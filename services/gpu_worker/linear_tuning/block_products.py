@@ -4,8 +4,9 @@ Beside the method's own product: the skinny GEMM for few rows, the GEMM whose co
 the GEMM of Hopper's warp groups or the stream-K GEMM, and for many rows cuBLAS with a weight that is unpacked first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +35,9 @@ from blockyard.services.gpu_worker.quantization.kept.block_products import Block
 from blockyard.services.gpu_worker.quantization.kept.form import KeptLinear
 from blockyard.services.gpu_worker.quantization.method import Fusion, LinearMethod
 
+Tiles = TypeVar("Tiles")
+Tile = tuple[int, int, int, int, int]
+
 WORKSPACE_ELEMENTS = 9 << 20  # two tiles of 128 x 256 for each of 144 programs
 WORKSPACE_PROGRAMS = 1 << 14
 EXAMPLE_FEATURES = 256  # of `example`
@@ -57,7 +61,7 @@ MMA_TILES = (
     *((16, 4, 7), (64, 4, 2)),
 )
 # most rows -> candidates: out_tile, row_tile, in_tile, stages, warps
-TILES = {
+TILES: dict[int, tuple[Tile, ...]] = {
     16: ((64, 16, BLOCK, 4, 4), (64, 16, BLOCK, 6, 4), (128, 16, BLOCK, 4, 4), (128, 16, BLOCK, 4, 8),
          (64, 16, BLOCK, 3, 4)),
     32: ((64, 32, BLOCK, 4, 4), (64, 32, BLOCK, 6, 4), (128, 32, BLOCK, 4, 4), (128, 32, BLOCK, 4, 8)),
@@ -66,13 +70,14 @@ TILES = {
           (256, 64, BLOCK, 3, 8)),
     256: ((128, 128, BLOCK, 3, 8), (128, 128, BLOCK, 4, 8), (128, 256, BLOCK, 2, 8), (256, 128, BLOCK, 2, 8)),
 }  # fmt: skip
-# most rows -> candidates of the GEMM of warp groups: row_tile, in_tile, stages
-WGMMA_TILES = {
-    16: ((16, BLOCK, 6), (16, 2 * BLOCK, 4)),
-    32: ((32, BLOCK, 6), (32, 2 * BLOCK, 4)),
-    64: ((64, BLOCK, 5), (64, 2 * BLOCK, 3)),
-    256: ((128, BLOCK, 4),),
+# the same of the stream-K GEMM beside that of warp groups: for few outputs, of which that GEMM has few tiles
+TILES_BESIDE_WGMMA: dict[int, tuple[Tile, ...]] = {
+    32: ((64, 32, BLOCK, 4, 4), (64, 32, BLOCK, 6, 4)),
+    64: ((64, 64, BLOCK, 4, 4),),
+    128: ((64, 128, BLOCK, 3, 4),),
+    256: ((128, 128, BLOCK, 3, 8),),
 }
+WGMMA_TILES = {32: (32, BLOCK, 6), 64: (64, BLOCK, 5), 256: (128, BLOCK, 4)}  # most rows -> row_tile, in_tile, stages
 BATCH_INVARIANT = (64, 32, BLOCK, 4, 4)  # as in TILES, for any number of rows
 UNPACKED = KernelConfig("unpacked")
 
@@ -88,7 +93,8 @@ class BlockProducts:
     def candidates(self, layer: LinearShape, rows: int, group: Sequence[Linear]) -> list[KernelConfig]:
         if rows > kernel_configs.MAX_ROWS:
             return []
-        in_registers = rows <= MAX_ROWS and can_multiply(_blocks(group[0].method).weights, self._dtype)
+        weights = _blocks(group[0].method).weights
+        in_registers = rows <= MAX_ROWS and can_multiply(weights, self._dtype)
         skinny = (SKINNY_BESIDE_MMA if in_registers else SKINNY_TILES).get(rows, ())
         made = [
             KernelConfig("skinny", out, 0, size, early, warps)
@@ -98,33 +104,25 @@ class BlockProducts:
         if in_registers:
             row_tile = mma_row_tile(rows)
             made += [KernelConfig("mma", out, row_tile, BLOCK, ahead, warps) for out, warps, ahead in MMA_TILES]
-        if self._hopper and linear_blocks_wgmma.can_multiply(_blocks(group[0].method).weights, self._dtype):
-            made += self._of_warp_groups(layer, rows)
-            return [*made, UNPACKED] if rows > 64 else made
         if in_registers and rows <= MMA_ALONE:
             return made
+        tiles = TILES
+        if rows > MAX_ROWS and self._hopper and linear_blocks_wgmma.can_multiply(weights, self._dtype):
+            made.append(self._of_warp_groups(layer, rows))
+            tiles = TILES_BESIDE_WGMMA
         made += [
-            self._config(layer, tiles, split)
-            for tiles in TILES[next(most for most in TILES if rows <= most)]
-            for split in self._splits(layer, rows, tiles)
+            self._config(layer, one, split) for one in _of_rows(rows, tiles) for split in self._splits(layer, rows, one)
         ]
         return [*made, UNPACKED] if rows > 64 else made
 
-    def _of_warp_groups(self, layer: LinearShape, rows: int) -> list[KernelConfig]:
-        """With one program for each multiprocessor, and with as many whole parts of tiles as there are multiprocessors
-        for."""
-        made = []
-        for row_tile, in_tile, stages in WGMMA_TILES[next(most for most in WGMMA_TILES if rows <= most)]:
-            tiles = ceil_div(layer.out_features, linear_blocks_wgmma.OUT_TILE) * ceil_div(rows, row_tile)
-            most = max(layer.in_features // in_tile // FEWEST_BLOCKS, 1)
-            parts = self._processors // tiles
-            made += [
-                KernelConfig(
-                    "wgmma", linear_blocks_wgmma.OUT_TILE, row_tile, in_tile, stages, linear_blocks_wgmma.WARPS, split
-                )
-                for split in sorted({0} | {min(one, most) for one in (parts, parts // 2) if one})
-            ]
-        return made
+    def _of_warp_groups(self, layer: LinearShape, rows: int) -> KernelConfig:
+        """With as many parts of each tile as there are multiprocessors for, or one program for each multiprocessor
+        where there are more tiles."""
+        row_tile, in_tile, stages = _of_rows(rows, WGMMA_TILES)
+        tiles = ceil_div(layer.out_features, linear_blocks_wgmma.OUT_TILE) * ceil_div(rows, row_tile)
+        split = min(self._processors // tiles, max(layer.in_features // in_tile // FEWEST_BLOCKS, 1))
+        warps = linear_blocks_wgmma.WARPS
+        return KernelConfig("wgmma", linear_blocks_wgmma.OUT_TILE, row_tile, in_tile, stages, warps, split)
 
     def _splits(self, layer: LinearShape, rows: int, tiles: tuple[int, int, int, int, int]) -> list[int]:
         """Split-K factors with which one to four programs run on each multiprocessor."""
@@ -230,6 +228,11 @@ class BlockProducts:
         if self._space is None:
             self._space = Workspace(WORKSPACE_ELEMENTS, WORKSPACE_PROGRAMS, self._device)
         return self._space
+
+
+def _of_rows(rows: int, tiles: Mapping[int, Tiles]) -> Tiles:
+    """The entry of the fewest rows that are enough."""
+    return tiles[next(most for most in tiles if rows <= most)]
 
 
 def _first(like: Tensor, *shape: int) -> Tensor:

@@ -109,7 +109,7 @@ def test_scales_that_the_dtype_of_rows_would_round(workspace: Workspace) -> None
     assert weights.scales is not None and weights.scales.dtype == torch.float16
     x = torch.eye(256, dtype=torch.bfloat16, device=DEVICE)
     got, want = product(x, weights, workspace), linear_blocks_reference(x, weights)
-    assert float(((got.double() - want).abs() / want.abs().clamp_min(1e-9)).max()) <= 2.0**-9 * 1.02
+    assert float(((got.double() - want).abs() / want.abs().clamp_min(1e-9)).max()) <= 2.0**-8 * 1.02
 
 
 @on_hopper

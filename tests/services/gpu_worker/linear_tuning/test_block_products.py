@@ -97,11 +97,10 @@ def test_each_candidate_of_few_rows() -> None:
 @pytest.mark.parametrize("hopper", [False, True])
 def test_kernels_by_number_of_rows(hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuned_products, "runs_hopper_kernels", lambda device: hopper)
-    made, more = BlockProducts(torch.device(DEVICE), DTYPE, 132), "wgmma" if hopper else "blocks"
-    few = {"wgmma"} if hopper else set()
+    made, more = BlockProducts(torch.device(DEVICE), DTYPE, 132), {"wgmma", "blocks"} if hopper else {"blocks"}
     for form, outputs, kernels in (
-        (W4A16(128), 32, {1: {"skinny", "mma"} | few, 8: {"mma"} | few, 16: {"mma", more}, 17: {more}}),
-        (W4A16(128), 32, {65: {more, "unpacked"}}),
+        (W4A16(128), 32, {1: {"skinny", "mma"}, 8: {"mma"}, 16: {"mma", "blocks"}, 17: more}),
+        (W4A16(128), 32, {65: {*more, "unpacked"}}),
         (W4A16(128), 24, {8: {"mma"}, 17: {"blocks"}}),
         (W8A16(torch.int8), 32, {1: {"skinny", "blocks"}, 8: {"blocks"}, 16: {"blocks"}}),
     ):
@@ -126,12 +125,13 @@ def test_products_of_warp_groups_fill_the_gpu(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(tuned_products, "runs_hopper_kernels", lambda device: True)
     made, linear = BlockProducts(torch.device(DEVICE), DTYPE, 132), layer(W4A16(128), 32, 1024)
 
-    def splits(outputs: int, inputs: int, rows: int) -> list[int]:
+    def split(outputs: int, inputs: int, rows: int) -> int:
         found = made.candidates(LinearShape(inputs, outputs, 1), rows, [linear])
-        return [one.split for one in found if one.kernel == "wgmma" and one.in_tile == BLOCK]
+        (config,) = [one for one in found if one.kernel == "wgmma"]
+        return config.split
 
-    assert splits(4096, 4096, 64) == [0, 4, 8] and splits(28672, 4096, 64) == [0, 1]
-    assert splits(28672, 4096, 256) == [0] and splits(256, 512, 64) == [0, 1]
+    assert split(4096, 4096, 64) == 8 and split(28672, 4096, 64) == 1
+    assert split(28672, 4096, 256) == 0 and split(256, 512, 64) == 1
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
