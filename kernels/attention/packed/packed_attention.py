@@ -60,6 +60,14 @@ def packed_attention_reference(qkv: Tensor, starts: Tensor, rules: ScoreRules, n
 
 
 @triton.jit
+def _is_behind(starts_ptr, num_seqs, tile, BLOCK_M: tl.constexpr):
+    """Whether all sequences that a query tile may be of are empty, as those that pad a step are: it needs no search."""
+    end = tl.load(starts_ptr + num_seqs)
+    earliest = tile - end // BLOCK_M  # sequence: tiles of earlier ones end before
+    return (earliest >= 0) & (tl.load(starts_ptr + tl.minimum(tl.maximum(earliest, 0), num_seqs)) >= end)
+
+
+@triton.jit
 def _find_tile(starts_ptr, num_seqs, tile, BLOCK_M: tl.constexpr):
     """Returns a query tile's sequence as its first row and length, and the tile's first query in it.
 
@@ -92,15 +100,15 @@ def _add_keys(
             k = tl.load(k_ptr + rows, mask=inside, other=0.0)
         else:
             k = tl.load(k_ptr + rows)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             visible = (keys < length)[None, :]
             if WINDOW > 0:
                 visible &= tl.abs(queries[:, None] - keys[None, :]) < WINDOW
             scores = tl.where(visible, scores, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(scores, 1))
+        m_new = tl.maximum(m_i, tl.max(scores, 1) * scale)
         base = tl.where(m_new == float("-inf"), 0.0, m_new)  # rows that have seen no key yet
-        p = tl.exp2(scores - base[:, None])
+        p = tl.exp2(scores * scale - base[:, None])  # scaled here, where it takes no instruction of its own
         alpha = tl.exp2(m_i - base)
         l_i = l_i * alpha + tl.sum(p, 1)
         if MASKED or HEAD_DIM != DIM:  # noqa: SIM108 - two kernels, and no choice when one runs
@@ -120,6 +128,8 @@ def _packed_attention_kernel(
 ):  # fmt: skip
     # program (i, j): head i of query tile j
     head = tl.program_id(0)
+    if _is_behind(starts_ptr, num_seqs, tl.program_id(1), BLOCK_M):
+        return
     start, length, start_m = _find_tile(starts_ptr, num_seqs, tl.program_id(1), BLOCK_M)
     if start_m >= length:
         return

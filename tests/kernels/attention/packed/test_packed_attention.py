@@ -17,12 +17,14 @@ DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" e
 UNLIKE = [3, 0, 1, 70, 0, 16, 131, 2, 64]  # lengths of sequences
 
 
-def _packed(lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _packed(
+    lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, behind: int = 5
+) -> tuple[Tensor, Tensor]:
     """Random rows, with NaN in the padding of each row and behind the last sequence; starts."""
     torch.manual_seed(sum(lengths) + head_dim)
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
     width = (heads + 2 * kv_heads) * head_dim
-    rows = torch.full((sum(lengths) + 5, width + 8), float("nan"), dtype=dtype, device=DEVICE)
+    rows = torch.full((sum(lengths) + behind, width + 8), float("nan"), dtype=dtype, device=DEVICE)
     rows[: sum(lengths), :width] = torch.randn(sum(lengths), width, device=DEVICE).to(dtype)
     return rows[:, :width].unflatten(1, (-1, head_dim)), starts
 
@@ -54,6 +56,13 @@ def test_windows(window: int, head_dim: int) -> None:
 def test_few_sequences_and_short_ones(lengths: list[int]) -> None:
     qkv, starts = _packed(lengths, 2, 1, 32, torch.float32)
     _check(qkv, starts, ScoreRules(scale=0.3, both_sides=True), 2, max(lengths))
+
+
+@pytest.mark.parametrize("lengths", [[130, 7], [0, 128, 0, 1], [0]], ids=str)
+def test_padded_steps(lengths: list[int]) -> None:
+    """Rows of no sequence, and empty sequences that only stand for room."""
+    qkv, starts = _packed([*lengths, *[0] * 40], 1, 1, 32, torch.float32, behind=700)
+    _check(qkv, starts, ScoreRules(scale=0.3, both_sides=True), 1, 512)
 
 
 @pytest.mark.parametrize("heads", [(4, 1), (6, 2)])
