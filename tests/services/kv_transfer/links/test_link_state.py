@@ -215,4 +215,5 @@ def test_a_copy_of_blocks_that_the_receiver_does_not_have_is_aborted(
     pair.sender.write(1, [1], [4], ALL)
     pair.until(lambda: 1 in pair.sent and 1 in pair.ended)
     assert pair.sent[1].outcome is Sent.ABORTED and not pair.sender.closed
+    assert "are not in the pools" in pair.sent[1].detail
     pair.close()
