@@ -1,4 +1,5 @@
-"""How large folders, files and functions may be, and that names, imports and fields have one meaning and one owner."""
+"""How large folders, files and functions may be, that names, imports and fields have one meaning and one owner, and
+how many tests may use private members."""
 
 import ast
 import re
@@ -20,7 +21,7 @@ MOST_FUNCTION_LINES = 80
 MOST_SHARED_NAMES = 5  # class names that two files define
 MOST_SMALL_FILES = 35  # under 60 lines with one importer
 MOST_INNER_IMPORTS = 15  # inside functions
-MOST_TESTS_OF_PRIVATES = 32  # files of tests that use private members of what they test; only ever lowered
+MOST_TESTS_OF_PRIVATES = 31  # files of tests that use private members of what they test; only ever lowered
 MOST_DEVICE_TESTS = 10  # lines of the worker and of transfers that test the kind of a device
 
 Trees = dict[Path, ast.Module]
