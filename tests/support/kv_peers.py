@@ -14,12 +14,13 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+import zmq
 
 from blockyard.services.kv_transfer.arena import Arena, DeviceArena, HostArena, map_arena
 from blockyard.services.kv_transfer.copy_thread import CopyThread
@@ -35,6 +36,8 @@ from blockyard.shared.bus.curve import write_keys
 from blockyard.shared.config.kv_transfer import has_nixl
 from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.config.services.worker import KVTransferConfig
+
+E = TypeVar("E", SenderLink, TransferReceiver)
 
 SMALL = BlockLayout(runs=(LayerRun(3, 2, 8),), block_size=4, dtype="float32", dtype_bytes=4)
 LARGE = BlockLayout(runs=(LayerRun(8, 8, 64),), block_size=16, dtype="float32", dtype_bytes=4)  # 512 KiB
@@ -82,6 +85,7 @@ class Peer:
         self.arena: Arena = HostArena(num_bytes) if device == "host" else DeviceArena(num_bytes, torch.device(device))
         self.copies = CopyThread()
         self.sockets = transfer_sockets(bus, encrypt)
+        self._ends: list[zmq.Socket[Any]] = []
 
     @property
     def blocks(self) -> Words:
@@ -113,14 +117,20 @@ class Peer:
     ) -> SenderLink:
         config = KVTransferConfig(connector=connector)
         own = (LinkLayouts(self.layout, part, theirs), self.arena, self.copies)
-        return SenderLink(self.sockets, endpoint, RECEIVER, me, *own, config, ticket)
+        return self._kept(SenderLink(self.sockets, endpoint, RECEIVER, me, *own, config, ticket))
 
     def receiver(self, needs_ticket: bool = False) -> TransferReceiver:
-        return TransferReceiver(self.sockets, RECEIVER, self.layout, self.arena, self.copies, needs_ticket)
+        return self._kept(TransferReceiver(self.sockets, RECEIVER, self.layout, self.arena, self.copies, needs_ticket))
+
+    def _kept(self, end: E) -> E:
+        self._ends += [end.socket, end.monitor]
+        return end
 
     def close(self) -> None:
         self.copies.close()
-        closing = threading.Thread(target=self.sockets.close, daemon=True)  # waits for sockets that a failed test left
+        for one in self._ends:  # those that a failed test has left
+            one.close(0)
+        closing = threading.Thread(target=self.sockets.close, daemon=True)  # waits for others
         closing.start()
         closing.join(5)
 
