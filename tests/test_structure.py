@@ -1,14 +1,17 @@
-"""How large folders, files and functions may be, and that names, imports and fields have one meaning and one owner."""
+"""How large folders, files and functions may be, that names, imports and fields have one meaning and one owner, and
+how many tests may use private members."""
 
 import ast
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(p for top in ("services", "shared", "kernels") for p in (ROOT / top).rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 TOOL_PARSERS = ROOT / "shared" / "tool_parsers"
 MODEL_FAMILIES = ROOT / "services" / "gpu_worker" / "models"
 WEIGHT_FORMATS = ROOT / "services" / "gpu_worker" / "quantization" / "formats"
@@ -18,6 +21,7 @@ MOST_FUNCTION_LINES = 80
 MOST_SHARED_NAMES = 5  # class names that two files define
 MOST_SMALL_FILES = 35  # under 60 lines with one importer
 MOST_INNER_IMPORTS = 15  # inside functions
+MOST_TESTS_OF_PRIVATES = 31  # files of tests that use private members of what they test; only ever lowered
 MOST_DEVICE_TESTS = 10  # lines of the worker and of transfers that test the kind of a device
 
 Trees = dict[Path, ast.Module]
@@ -88,7 +92,7 @@ def test_few_places_test_the_kind_of_a_device() -> None:
 
 
 def test_folders_hold_few_modules() -> None:
-    sizes = Counter(path.parent for path in [*FILES, *(ROOT / "tests").rglob("*.py")] if path.name != "__init__.py")
+    sizes = Counter(path.parent for path in [*FILES, *TESTS] if path.name != "__init__.py")
     assert {str(folder): size for folder, size in sizes.items() if size > MOST_MODULES} == {}
 
 
@@ -130,3 +134,40 @@ def test_one_class_name_has_one_meaning(trees: Trees) -> None:
                 places[node.name].add(path.relative_to(ROOT))
     twice = {name: sorted(map(str, paths)) for name, paths in places.items() if len(paths) > 1}
     assert len(twice) <= MOST_SHARED_NAMES, twice
+
+
+def private_names() -> set[str]:
+    """Functions, classes, variables and fields of the product whose names begin with one underscore."""
+    name = re.compile(r"(?:def |class |self\.|^)(_[a-zA-Z]\w*)", re.MULTILINE)
+    return {found for path in FILES for found in name.findall(path.read_text())}
+
+
+def uses_from_outside(names: set[str], tree: ast.Module) -> Iterator[str]:
+    """Imports of `names`, and members with these names of another object than `self` and `cls`.
+
+    Members of modules that are imported whole are left out: those are other projects'.
+    """
+    modules = {
+        alias.asname or alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield from names.intersection(alias.name for alias in node.names)
+        elif isinstance(node, ast.Attribute) and node.attr in names:
+            owner = ast.unparse(node.value)
+            if owner not in {"self", "cls"} and owner.partition(".")[0] not in modules:
+                yield f"{owner}.{node.attr}"
+
+
+def test_few_tests_use_private_members() -> None:
+    """A test asks for what callers see, so that what it does not test may change."""
+    names, found = private_names(), dict[str, list[str]]()
+    may_use = re.compile(r"(?<!self)\._[a-zA-Z]|\bimport\b[^\n]*\b_[a-zA-Z]|^ +_\w+,$", re.MULTILINE)
+    for path in TESTS:
+        text = path.read_text()
+        if may_use.search(text) and (uses := set(uses_from_outside(names, ast.parse(text)))):
+            found[str(path.relative_to(ROOT))] = sorted(uses)
+    assert len(found) <= MOST_TESTS_OF_PRIVATES, (
+        f"{len(found)} files of tests use private members of the product, at most {MOST_TESTS_OF_PRIVATES} may: test "
+        f"what callers see, as frames, counts or results. These do: {found}"
+    )

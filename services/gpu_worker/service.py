@@ -58,7 +58,7 @@ class Worker:
             events = self._links.poll(0.0 if busy else self._wait_s)
             for peer, event in events:
                 self.session.handle(peer, event)
-            if self._transfers is not None and self._move_blocks(self._transfers):
+            if self._transfers is not None and self.move_blocks(self._transfers):
                 self._has_chores = True
             elif busy or events:
                 self._wait_s, self._has_chores = CHORE_POLL_S, True
@@ -118,7 +118,7 @@ class Worker:
             self._answer(done)
         self._runner.sample_rows()
 
-    def _move_blocks(self, transfers: KVTransfers) -> bool:
+    def move_blocks(self, transfers: KVTransfers) -> bool:
         """Polls KV transfers. Returns whether some are open, or one has just landed: the runner does no background work
         meanwhile."""
         answers = transfers.poll()
@@ -144,7 +144,7 @@ class Worker:
             self._links.answer(plan.scheduler, answer)
             if plan.sends and self._transfers is not None:
                 self._transfers.on_plan_done(plan)
-                self._move_blocks(self._transfers)
+                self.move_blocks(self._transfers)
         self.counters.stepped(done)
 
 

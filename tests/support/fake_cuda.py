@@ -31,7 +31,7 @@ class FakeGpu:
         self.refuses = ""  # why memory cannot be exported
         self.open: list[int] = []  # addresses that are mapped
         self.on_side_stream = False  # what this thread launches and allocates now
-        self._handles: dict[bytes, int] = {}
+        self.handles: dict[bytes, int] = {}
 
     # as `CudaDriver`
     def start_of(self, address: int) -> int:
@@ -41,14 +41,14 @@ class FakeGpu:
         if self.refuses:
             raise OSError(f"cuIpcGetMemHandle: {self.refuses} (1)")
         handle = secrets.token_bytes(HANDLE_BYTES)
-        self._handles[handle] = address - 512
+        self.handles[handle] = address - 512
         return handle
 
     def open_handle(self, handle: bytes) -> int:
-        if handle not in self._handles:
+        if handle not in self.handles:
             raise OSError("cuIpcOpenMemHandle: invalid argument (1)")
-        self.open.append(self._handles[handle])
-        return self._handles[handle]
+        self.open.append(self.handles[handle])
+        return self.handles[handle]
 
     def close(self, address: int) -> None:
         self.open.remove(address)

@@ -142,7 +142,7 @@ class FakeRing(FakeLinks):
                 settings = b'{"tokenizer_class":"Bytes","chat_template":"{{ messages }}"}'
                 self.receive(to, TokenizerDescription(frame.request_id, settings))
             case Generate():
-                self._admit(to, frame)
+                self.admit(to, frame)
             case Control():
                 self.receive(to, self.control(frame))
             case StatsRequest():
@@ -152,7 +152,7 @@ class FakeRing(FakeLinks):
                 if running is not None and running.frame.attempt <= frame.attempt:
                     del self.running[frame.request_id]
 
-    def _admit(self, to: int, frame: Generate) -> None:
+    def admit(self, to: int, frame: Generate) -> None:
         if refused := self.refuse(frame):
             self.receive(to, refused)
             return
@@ -161,16 +161,16 @@ class FakeRing(FakeLinks):
         self.receive(to, Accepted(frame.request_id, frame.attempt, self.detokenizer, self.capacity))
         if not self._stepping:
             self._stepping = True
-            asyncio.get_running_loop().call_later(self.step_s, self._step)
+            asyncio.get_running_loop().call_later(self.step_s, self.step)
 
-    def _step(self) -> None:
+    def step(self) -> None:
         """One token for every choice in the batch, one frame for all of them."""
         deltas = [d for running in list(self.running.values()) for d in self._deltas(running)]
         if Role.DETOKENIZER not in self.silent and deltas:
             self.receive(self.detokenizer, TextBatch(deltas, self.stamp_s))
         self._stepping = bool(self.running)
         if self._stepping:
-            asyncio.get_running_loop().call_later(self.step_s, self._step)
+            asyncio.get_running_loop().call_later(self.step_s, self.step)
 
     def _deltas(self, running: Running) -> list[TextDelta]:
         frame = running.frame

@@ -6,6 +6,7 @@ import multiprocessing.forkserver
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,12 +14,13 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+import zmq
 
 from blockyard.services.kv_transfer.arena import Arena, DeviceArena, HostArena, map_arena
 from blockyard.services.kv_transfer.copy_thread import CopyThread
@@ -27,12 +29,15 @@ from blockyard.services.kv_transfer.layout import BlockLayout, LayerRun, LayoutP
 from blockyard.services.kv_transfer.link_sockets import transfer_sockets
 from blockyard.services.kv_transfer.protocol.events import BlocksLanded, ReceiverEnded, SenderEnded, SenderUnreachable
 from blockyard.services.kv_transfer.protocol.frames import HostArenaHandle, Transfer
+from blockyard.services.kv_transfer.protocol.outgoing import BlockWrite, OutgoingTransfers
 from blockyard.services.kv_transfer.receiver import TransferReceiver
 from blockyard.services.kv_transfer.sender_link import SenderLink
 from blockyard.shared.bus.curve import write_keys
 from blockyard.shared.config.kv_transfer import has_nixl
 from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.config.services.worker import KVTransferConfig
+
+E = TypeVar("E", SenderLink, TransferReceiver)
 
 SMALL = BlockLayout(runs=(LayerRun(3, 2, 8),), block_size=4, dtype="float32", dtype_bytes=4)
 LARGE = BlockLayout(runs=(LayerRun(8, 8, 64),), block_size=16, dtype="float32", dtype_bytes=4)  # 512 KiB
@@ -80,6 +85,7 @@ class Peer:
         self.arena: Arena = HostArena(num_bytes) if device == "host" else DeviceArena(num_bytes, torch.device(device))
         self.copies = CopyThread()
         self.sockets = transfer_sockets(bus, encrypt)
+        self._ends: list[zmq.Socket[Any]] = []
 
     @property
     def blocks(self) -> Words:
@@ -111,16 +117,22 @@ class Peer:
     ) -> SenderLink:
         config = KVTransferConfig(connector=connector)
         own = (LinkLayouts(self.layout, part, theirs), self.arena, self.copies)
-        return SenderLink(self.sockets, endpoint, RECEIVER, me, *own, config, ticket)
+        return self._kept(SenderLink(self.sockets, endpoint, RECEIVER, me, *own, config, ticket))
 
     def receiver(self, needs_ticket: bool = False) -> TransferReceiver:
-        return TransferReceiver(self.sockets, RECEIVER, self.layout, self.arena, self.copies, needs_ticket)
+        return self._kept(TransferReceiver(self.sockets, RECEIVER, self.layout, self.arena, self.copies, needs_ticket))
+
+    def _kept(self, end: E) -> E:
+        self._ends += [end.socket, end.monitor]
+        return end
 
     def close(self) -> None:
         self.copies.close()
-        if self.sockets._zap is not None:
-            self.sockets._zap.stop()
-        self.sockets._context.destroy(0)  # also the sockets that a failed test has left
+        for one in self._ends:  # those that a failed test has left
+            one.close(0)
+        closing = threading.Thread(target=self.sockets.close, daemon=True)  # waits for others
+        closing.start()
+        closing.join(5)
 
 
 class Pair:
@@ -166,6 +178,11 @@ class Pair:
             assert time.monotonic() < deadline, (self.sent, self.ended, self.sender.closed, self.receiver.drops)
             self.turn()
             time.sleep(0.0002)
+
+    def break_link(self) -> None:
+        """The sender loses its link in its next turn, without a word to the receiver."""
+        self.sender.monitor.close(0)
+        self.turn()
 
     def close(self) -> None:
         self.sender.close()
@@ -304,11 +321,11 @@ def run_sender(events: "Connection", settings: dict[str, Any]) -> None:
     link.write(1, blocks[:first], blocks[:first], range(LARGE.num_layers))
     while not events.poll(0.0002):
         link.poll()
-    kill_in_mid_copy(link, settings["kill_after"], os.getpid())
-    link.write(1, blocks[first:], blocks[first:], range(LARGE.num_layers))
-    while True:
-        link.poll()
-        time.sleep(0.0002)
+    with killed_in_mid_copy(os.getpid(), settings["kill_after"]):
+        link.write(1, blocks[first:], blocks[first:], range(LARGE.num_layers))
+        while True:
+            link.poll()
+            time.sleep(0.0002)
 
 
 def peer_of(settings: dict[str, Any]) -> Peer:
@@ -332,25 +349,26 @@ def small_copies_of_gpus() -> None:
 PEERS = {"send": run_sender, "receive": run_receiver}
 
 
-def kill_in_mid_copy(link: SenderLink, after: int, pid: int) -> None:
-    """Kills a process once that many copies are complete and the next one runs."""
-    transfers, start, count = link._transfers, link._start_writes, [0]
-    on_written = transfers.on_written
+@contextmanager
+def killed_in_mid_copy(pid: int, after: int) -> Iterator[None]:
+    """Kills a process once that many copies of this process are complete and the next one runs."""
+    next_write, on_written, count = OutgoingTransfers.next_write, OutgoingTransfers.on_written, [0]
 
-    def counted(*args: Any) -> bool:
+    def counted(transfers: OutgoingTransfers, *args: Any) -> bool:
         count[0] += 1
-        return on_written(*args)
+        return on_written(transfers, *args)
 
-    def start_and_kill() -> None:
-        start()
-        if count[0] >= after:
-            assert transfers.open_transfers(), "a copy is running"
+    def next_or_kill(transfers: OutgoingTransfers) -> BlockWrite | None:
+        if count[0] >= after and transfers.num_copies:
             count[0] = -1000
             os.kill(pid, signal.SIGKILL)
             time.sleep(0.3)  # the link breaks before the next copy is started
+        return next_write(transfers)
 
-    transfers.on_written = counted  # type: ignore[method-assign]
-    link._start_writes = start_and_kill  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OutgoingTransfers, "on_written", counted)
+        patch.setattr(OutgoingTransfers, "next_write", next_or_kill)
+        yield
 
 
 def poll_both(receiver: TransferReceiver, sender: SenderLink, until: Callable[[], bool], timeout_s: float = 10) -> None:

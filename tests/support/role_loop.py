@@ -60,6 +60,7 @@ class RoleLoop:
     ) -> None:
         self.bus = bus_at(folder)
         self.workers: dict[int, Worker] = {}
+        self.members: dict[int, Member] = {}  # of workers, also of lost ones
         self.runners: dict[int, SleepingRunner] = {}
         self.transfers: dict[int, WorkerTransfers] = {}
         self.outputs: dict[tuple[str, int], list[int]] = {}
@@ -93,18 +94,18 @@ class RoleLoop:
         links, runner = LoopLinks(self, member), SleepingRunner(lambda: start(config), lambda: 0)
         transfers = WorkerTransfers(config, links, lambda: runner.kv_memory, followers)
         self.runners[incarnation], self.transfers[incarnation] = runner, transfers
-        self.workers[incarnation] = Worker(links, runner, transfers)
+        self.workers[incarnation], self.members[incarnation] = Worker(links, runner, transfers), member
         self.core.on_member(member, time.monotonic())
         self.turn()
         return incarnation
 
     def lose(self, worker: int) -> None:
         """A worker dies: its sockets are closed, and all others hear of it."""
-        gone = self.workers.pop(worker)
+        del self.workers[worker]
         self.transfers.pop(worker).close()
         self.core.on_member_lost(worker)
         for other in self.workers.values():
-            other.session.handle(worker, Gone(gone._links.me))
+            other.session.handle(worker, Gone(self.members[worker]))
 
     def add(self, name: str, prompt: list[int], sampling: Sampling, n: int = 1, **more: object) -> None:
         self.num_asked += n
@@ -130,7 +131,7 @@ class RoleLoop:
             elif isinstance(outgoing.frame, TokenBatch):
                 self._read(outgoing.frame)
         for incarnation, worker in list(self.workers.items()):
-            worker._move_blocks(self.transfers[incarnation])
+            worker.move_blocks(self.transfers[incarnation])
             worker.step()
 
     def close(self) -> None:

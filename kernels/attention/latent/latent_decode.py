@@ -213,7 +213,7 @@ def latent_decode(
         metadata.tables.stride(0), schedule.work.shape[1], rules.scale * LOG2E,
         SCALED=scales is not None, HEADS=heads, BLOCK_M=config.heads, TILES=tiles, LATENT=latent_dim,
         DIM=max(next_power_of_2(latent_dim), 16), ROTATED=rotated, ROTATED_DIM=max(next_power_of_2(rotated), 16),
-        BLOCK_SIZE=layer.shape[3], BLOCK_N=config.keys, CONVERT_ONCE=_converts_once(q_latent, scales),
+        BLOCK_SIZE=layer.shape[3], BLOCK_N=config.keys, CONVERT_ONCE=converts_once(q_latent, scales),
         PDL=pdl, num_warps=config.warps, num_stages=config.stages,
         **pdl_options(pdl),
     )  # fmt: skip
@@ -235,7 +235,7 @@ def combine_latent(schedule: SplitKVSchedule, out: Tensor, pdl: bool) -> None:
     )  # fmt: skip
 
 
-def _converts_once(q_latent: Tensor, scales: Tensor | None) -> bool:
+def converts_once(q_latent: Tensor, scales: Tensor | None) -> bool:
     """Whether rows in 8 bits pass the assembly that keeps their conversion in front: it takes pairs of 16 bits."""
     return scales is not None and q_latent.is_cuda and q_latent.dtype.itemsize == 2
 

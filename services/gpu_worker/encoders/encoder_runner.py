@@ -48,7 +48,7 @@ class EncoderRunner:
         """mirror: of other ranks; None: there are none."""
         self._mirror = mirror
         self.model, self.geometry, self.block_hashes = model, geometry, NoBlocks()
-        self._steps = steps
+        self.steps = steps
         self._flights: deque[_Flight] = deque()
         self._done_s = 0.0
         self._offloaded: OffloadedWeights | None = None
@@ -90,7 +90,7 @@ class EncoderRunner:
         began_s = time.perf_counter()
         assert plan.packed is not None, "a model without KV has packed plans alone"
         texts = read_packed(plan.packed, self.geometry, self._has_types)
-        pooled = self._steps.run(texts.batch) if len(texts.batch.lengths) else None
+        pooled = self.steps.run(texts.batch) if len(texts.batch.lengths) else None
         self._flights.append(_Flight(plan, texts, pooled, began_s))
         return ()
 
@@ -127,8 +127,8 @@ class EncoderRunner:
         if weights and self._offloaded is None:
             if self._mirror is not None:
                 self._mirror.release(weights)
-            if self._steps.graphs is not None:
-                self._steps.graphs.drop()
+            if self.steps.graphs is not None:
+                self.steps.graphs.drop()
             self._offloaded = OffloadedWeights(self._tensors())
         self.model.table.link.free_cached()
 
@@ -138,8 +138,8 @@ class EncoderRunner:
                 self._mirror.reclaim(weights, kv=False)
             self._offloaded.restore()
             self._offloaded = None
-            if self._steps.graphs is not None:
-                self._steps.graphs.capture()
+            if self.steps.graphs is not None:
+                self.steps.graphs.capture()
 
     def _tensors(self) -> Iterator[Tensor]:
-        return chain(tensors_of(self.model), self._steps.output.tensors())
+        return chain(tensors_of(self.model), self.steps.output.tensors())

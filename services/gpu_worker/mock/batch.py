@@ -129,7 +129,7 @@ class MockBatch:
             f"{num_tokens} tokens granted, the limit is {limits.max_num_batched_tokens}",
         )
         _check(len({run.slot for run in plan.runs}) == len(plan.runs), "a slot runs twice")
-        return [result for run in plan.runs if (result := self._run(run)) is not None]
+        return [result for run in plan.runs if (result := self.run_slot(run)) is not None]
 
     def _end(self, number: int) -> None:
         slot = self.slots.pop(number, None)
@@ -228,7 +228,8 @@ class MockBatch:
         if slot.lost:
             self.kv.bad.update(more.blocks)
 
-    def _run(self, run: SlotRun) -> SlotResult | None:
+    def run_slot(self, run: SlotRun) -> SlotResult | None:
+        """Runs one slot of a plan. Returns None if it has ended."""
         slot = self._live(run.slot)
         _check(run.max_tokens > 0, f"slot {run.slot} runs for {run.max_tokens} tokens")
         if slot.finished:

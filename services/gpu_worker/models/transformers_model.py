@@ -164,14 +164,14 @@ class _StepAttention:
         backend = self.step.attend if needed is None else self.step.attend.of_rows(needed)
         out = backend(layer, join_qkv(query, key, value)).view(-1, query.shape[1], query.shape[3])[..., :size]
         if needed is not None:
-            out = _at_their_rows(out, needed.rows, tokens)
+            out = at_their_rows(out, needed.rows, tokens)
         return out[None]
 
     def route(self, experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         raise AssertionError(f"{type(experts).__name__} was not replaced")  # all experts are, or a model is refused
 
 
-def _at_their_rows(out: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+def at_their_rows(out: Tensor, rows: Tensor, num_rows: int) -> Tensor:
     """out [n, ...] at `rows` [n] of [num_rows, ...], zeros elsewhere. Of a row that is there twice, the first counts:
     a captured step is padded with rows that others have."""
     places = torch.arange(len(rows), device=rows.device, dtype=rows.dtype)

@@ -113,8 +113,8 @@ def test_texts_wait_while_the_worker_sleeps(cross_encoder: tuple[PoolingRing, Cr
 
 def test_flags_of_decoding_are_named(cross_encoder: tuple[PoolingRing, CrossEncoder]) -> None:
     ring, _ = cross_encoder
-    assert "--tool-call-parser: no effect with the task score" in ring.session._deployment.notes
     log = ring.log.read_text()
+    assert "--tool-call-parser: no effect with the task score\n" in log
     assert "pooling: CLS (default of the model), 1 numbers, not normalized" in log
 
 

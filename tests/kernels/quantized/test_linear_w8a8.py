@@ -133,21 +133,25 @@ def workspace(programs: int = 64) -> Workspace:
 
 def test_what_does_not_fit_is_refused() -> None:
     x, weight = operands(2, 256, 8, torch.float16, (E4M3, 128, 1))
+
+    def weight_of(codes: Tensor) -> Weight8Bit:
+        return Weight8Bit(codes, weight.scales, weight.group, weight.block)
+
     few: dict[str, Any] = {"out_tile": 4, "tile": 64, "warps": 4, "pdl": False}
     for call in (
         lambda x, w, bias=None: linear_w8a8_skinny(x, w, bias, **few),
         lambda x, w, bias=None: linear_w8a8_stream_k(x, w, bias, tiling_of()),
     ):
         with pytest.raises(ValueError, match="do not fit a weight"):
-            call(x, weight._replace(codes=weight.codes[:, :128].contiguous()))
+            call(x, weight_of(weight.codes[:, :128].contiguous()))
         with pytest.raises(ValueError, match="do not fit a weight"):
             call(x, weight, vector(4, torch.float16))
         with pytest.raises(ValueError, match="do not fit groups"):
-            call(x, weight._replace(group=None))
+            call(x, Weight8Bit(weight.codes, weight.scales, None, weight.block))
         with pytest.raises(ValueError, match="dtypes differ"):
-            call(x._replace(codes=x.codes.float().to(torch.int8)), weight)
+            call(RoundedRows(x.codes.float().to(torch.int8), x.scales, x.dtype), weight)
         with pytest.raises(ValueError, match="contiguous"):
-            call(x, weight._replace(codes=weight.codes.T.contiguous().T))
+            call(x, weight_of(weight.codes.T.contiguous().T))
     with pytest.raises(ValueError, match="over 8"):
         linear_w8a8_skinny(operands(9, 256, 8, torch.float16, (E4M3, 128, 1))[0], weight, None, **few)
     with pytest.raises(ValueError, match="do not divide"):

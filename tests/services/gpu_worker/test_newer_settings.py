@@ -1,7 +1,9 @@
 """Settings of a worker that reach its loading and its sampler: another config.json, kinds of log-probabilities."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from plan_driver import Driver
@@ -50,8 +52,12 @@ def test_weights_are_the_same_however_they_are_read(
     tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     BY_NAME["llama"].save(tmp_path)
-    read: list[object] = []
-    real = page_cache._read
-    monkeypatch.setattr(page_cache, "_read", lambda *args: (read.append(args), real(*args)))
+    threads: list[int] = []
+
+    def pool(num_threads: int, **options: Any) -> ThreadPoolExecutor:
+        threads.append(num_threads)
+        return ThreadPoolExecutor(num_threads, **options)
+
+    monkeypatch.setattr(page_cache, "ThreadPoolExecutor", pool)
     assert logprobs(tmp_path, load_strategy=strategy, prefetch_threads=2) == logprobs(tmp_path)
-    assert len(read) == (0 if strategy == "lazy" else 2)
+    assert threads == ([] if strategy == "lazy" else [2])

@@ -6,6 +6,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -100,9 +101,10 @@ def test_poll_clears_the_descriptor_of_a_job_that_was_reported_before(monkeypatc
 def test_close_waits_for_the_running_job_and_drops_the_others() -> None:
     copies = CopyThread()
     running, release = threading.Event(), threading.Event()
-    ended: list[str] = []
+    ended, threads = list[str](), list[threading.Thread]()
 
     def slow() -> None:
+        threads.append(threading.current_thread())
         running.set()
         assert release.wait(10)
         ended.append("slow")
@@ -115,7 +117,7 @@ def test_close_waits_for_the_running_job_and_drops_the_others() -> None:
     timer.start()
     copies.close()
     timer.join()
-    assert ended == ["slow"] and not copies._thread.is_alive()
+    assert ended == ["slow"] and not threads[0].is_alive()
     copies.poll()
     copies.drain()
     copies.close()
@@ -124,27 +126,30 @@ def test_close_waits_for_the_running_job_and_drops_the_others() -> None:
         copies.submit(lambda: None, lambda _: None, fail)
 
 
-def test_close_while_the_thread_takes_the_last_job() -> None:
-    copies, running, release = CopyThread(), threading.Event(), threading.Event()
-    jobs = copies._jobs
-
-    class TakenFirst:
+def test_close_while_the_thread_takes_the_last_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    class TakenFirst(queue.Queue[Any]):
         """The queue, as `close` finds it if the thread is always quicker to take a job."""
 
-        empty, put, get = jobs.empty, jobs.put, jobs.get
-
         def get_nowait(self) -> None:
-            while not jobs.empty():
-                jobs.get_nowait()
+            while not self.empty():
+                super().get_nowait()
             raise queue.Empty
 
-    copies.submit(lambda: (running.set(), release.wait(10)), lambda _: None, fail)
+    monkeypatch.setattr(queue, "SimpleQueue", TakenFirst)
+    copies, running, release = CopyThread(), threading.Event(), threading.Event()
+    threads: list[threading.Thread] = []
+
+    def slow() -> None:
+        threads.append(threading.current_thread())
+        running.set()
+        release.wait(10)
+
+    copies.submit(slow, lambda _: None, fail)
     copies.submit(lambda: None, lambda _: None, fail)
     assert running.wait(10)
-    copies._jobs = TakenFirst()  # type: ignore[assignment]
     threading.Timer(0.05, release.set).start()
     copies.close()
-    assert not copies._thread.is_alive()
+    assert not threads[0].is_alive()
 
 
 def test_other_threads_report_and_do_nothing_after_close() -> None:

@@ -13,7 +13,7 @@ from blockyard.services.kv_transfer import device_copier
 from blockyard.services.kv_transfer.arena import DeviceArena, map_device_arena
 from blockyard.services.kv_transfer.connectors.selection import make_copier
 from blockyard.services.kv_transfer.copy_thread import CopyThread
-from blockyard.services.kv_transfer.device_copier import MAX_STAGING
+from blockyard.services.kv_transfer.device_copier import MAX_STAGING, DeviceCopier
 from blockyard.services.kv_transfer.host_copies import Checksums, Words
 from blockyard.services.kv_transfer.protocol.events import Received, Sent
 from blockyard.shared.config.services.process import BusConfig
@@ -47,9 +47,9 @@ def test_auto_takes_cuda_ipc_if_the_memory_opens_and_reads_back(
     with monkeypatch.context() as patch:
         patch.setattr(gpu_peers[1].arena, "_nonce", bytes(16))
         assert connector() == "tcp"
-    fake_gpu._handles.clear()
+    fake_gpu.handles.clear()
     stale = gpu_peers[1].arena.export(RECEIVER)
-    fake_gpu._handles.clear()
+    fake_gpu.handles.clear()
     monkeypatch.setattr(gpu_peers[1].arena, "export", lambda me: stale)
     assert connector() == "tcp"
     assert fake_gpu.open == [], "nothing stays mapped"
@@ -85,7 +85,7 @@ def test_an_error_of_the_gpu_fails_transfers_by_name(
     pair.until(lambda: pair.sender.connector == connector)
     fake_gpu.computes.clear()
     pair.sender.write(1, [1], [4], ALL)
-    pair.until(lambda: pair.sender._transfers._open[1].in_flight == 1)
+    pair.until(lambda: pair.sender.needs_polling)
     fake_gpu.error = "an illegal memory access was encountered"
     fake_gpu.computes.set()
     pair.begin(2, [6])
@@ -120,8 +120,8 @@ def test_a_copy_in_flight_keeps_the_mapping(
     pair.begin(1, [4])
     fake_gpu.computes.clear()
     pair.sender.write(1, [1], [4], ALL)
-    pair.until(lambda: pair.sender._transfers._open[1].in_flight == 1)
-    pair.sender._lose("test")
+    pair.until(lambda: pair.sender.needs_polling)
+    pair.break_link()
     for _ in range(10):
         pair.turn()
     assert len(fake_gpu.open) == 1 and pair.sender.open_transfers() == {1: [1]}
@@ -184,7 +184,14 @@ def test_memory_of_a_copy_is_allocated_on_its_stream(
     pair.close()
 
 
-def test_received_bytes_wait_for_a_pinned_buffer(fake_gpu: FakeGpu) -> None:
+def test_received_bytes_wait_for_a_pinned_buffer(fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_buffer, buffers = DeviceCopier.make_buffer, list[Words]()
+
+    def made(copier: DeviceCopier, num_bytes: int) -> Words:
+        buffers.append(make_buffer(copier, num_bytes))
+        return buffers[-1]
+
+    monkeypatch.setattr(DeviceCopier, "make_buffer", made)
     arena, thread = DeviceArena(40 * SMALL.block_bytes, torch.device("cpu")), CopyThread()
     blocks = make_copier(arena, SMALL, thread)
     rng, words = np.random.default_rng(0), SMALL.sections[0].piece_bytes // 8
@@ -201,9 +208,9 @@ def test_received_bytes_wait_for_a_pinned_buffer(fake_gpu: FakeGpu) -> None:
 
     for i, packed in enumerate(sent):
         blocks.unpack(memoryview(packed.tobytes()), [2 * i, 39 - 2 * i], ALL, lambda sums, i=i: landed(i, sums), failed)
-    assert len(blocks._waiting) == 12 - MAX_STAGING
+    assert len(buffers) == MAX_STAGING < 12
     blocks.drain()
-    assert order == list(range(12)) and len(blocks._staging) == MAX_STAGING
+    assert order == list(range(12)) and len(buffers) == MAX_STAGING
     memory = arena.bytes.numpy().view(np.uint64).reshape(SMALL.num_layers, 40, words)
     for i, packed in enumerate(sent):
         assert (memory[:, [2 * i, 39 - 2 * i]] == packed).all()

@@ -15,7 +15,7 @@ from kv_peers import (
     SENDER,
     Pair,
     Peer,
-    kill_in_mid_copy,
+    killed_in_mid_copy,
     mapped_arenas,
     needs_nixl,
     process,
@@ -132,7 +132,6 @@ def test_the_receiver_is_killed(bus: BusConfig, make_peer: Callable[..., Peer], 
     ended: list[SenderEnded] = []
     with process("receive", bind=bus.bind, num_blocks=NUM_BLOCKS, device=device) as receiver:
         link = peer.sender(receiver.wait("bound"), connector)
-        kill_in_mid_copy(link, KILL_AFTER, receiver.pid)
         link.begin(1, 1)
         link.write(1, list(range(NUM_BLOCKS)), list(range(NUM_BLOCKS)), range(LARGE.num_layers))
 
@@ -140,7 +139,8 @@ def test_the_receiver_is_killed(bus: BusConfig, make_peer: Callable[..., Peer], 
             ended.extend(link.poll())
             return bool(ended)
 
-        poll_until(step)
+        with killed_in_mid_copy(receiver.pid, KILL_AFTER):
+            poll_until(step)
         receiver.process.join(10)
     assert [(event.number, event.outcome) for event in ended] == [(1, Sent.LINK_LOST)]
     assert "closed" in link.closed or "NIXL_ERR_REMOTE_DISCONNECT" in link.closed
@@ -173,7 +173,7 @@ def test_a_link_that_breaks_between_two_living_workers_proves_nothing(
     pair = Pair(source, peer, connector)
     transfers = [pair.begin(1, [4, 5]), pair.begin(2, [6])]
     pair.until(lambda: pair.sender.connector == connector)
-    pair.sender._lose("test")
+    pair.break_link()
     pair.until(lambda: len(pair.unreachable) == 2)
     assert pair.receiver.open_transfers() == transfers and not pair.ended
     pair.receiver.revoke(1)

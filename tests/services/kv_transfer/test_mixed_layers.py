@@ -46,15 +46,15 @@ def test_layers_of_all_sections_arrive(mixed_pair: Pair) -> None:
     assert not pair.receiver.drops.by_reason and not pair.sender.drops.by_reason
 
 
-def test_damage_is_seen_in_every_section(mixed_pair: Pair) -> None:
-    pair, transfers = mixed_pair, mixed_pair.sender._transfers
-    on_written, damaged = transfers.on_written, {1: 0, 2: 2, 3: 3}  # first layer of a section, by transfer
+def test_damage_is_seen_in_every_section(mixed_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, on_written = mixed_pair, OutgoingTransfers.on_written
+    damaged = {1: 0, 2: 2, 3: 3}  # first layer of a section, by transfer
 
-    def on_damaged(write: BlockWrite, sums: Words | None) -> bool:
+    def on_damaged(transfers: OutgoingTransfers, write: BlockWrite, sums: Words | None) -> bool:
         assert sums is not None
-        return on_written(write, sums + np.uint64(write.layers.start == damaged[write.number]))
+        return on_written(transfers, write, sums + np.uint64(write.layers.start == damaged[write.number]))
 
-    transfers.on_written = on_damaged  # type: ignore[method-assign]
+    monkeypatch.setattr(OutgoingTransfers, "on_written", on_damaged)
     for number in damaged:
         pair.begin(number, [number])
         pair.sender.write(number, [number], [number], ALL)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,18 +44,18 @@ class ShortQueue(FakeRing):
         self.most_seen = 0
         self.num_refused = 0
 
-    def _admit(self, to: int, frame: Generate) -> None:
+    def admit(self, to: int, frame: Generate) -> None:
         if len(self.running) >= self.most:
             self.num_refused += 1
             self.receive(to, Refused(frame.request_id, frame.attempt, 429, "", "full", FULL))
             return
         self.capacity = QueueCapacity(self.most - len(self.running) - 1, 10_000, 0.02)
-        super()._admit(to, frame)
+        super().admit(to, frame)
         self.most_seen = max(self.most_seen, len(self.running))
 
-    def _step(self) -> None:
+    def step(self) -> None:
         was_full = len(self.running) >= self.most
-        super()._step()
+        super().step()
         if was_full and len(self.running) < self.most:
             self.receive(SCHEDULER, QueueCapacityChanged(QueueCapacity(self.most - len(self.running), 10_000)))
 
@@ -103,8 +104,29 @@ def play(ring: FakeRing, scene: Callable[[Rig], Coroutine[Any, Any, None]]) -> R
 
     rig = asyncio.run(run())
     assert rig.client.journal.entries == {}
-    assert len(rig.limiter) == 0 and rig.limiter._unanswered == {} and rig.limiter._num_tokens == 0
+    assert len(rig.limiter) == 0
+    check_nothing_is_counted(rig)
     return rig
+
+
+def check_nothing_is_counted(rig: Rig) -> None:
+    """The scheduler is asked whether it takes the next request alone."""
+    asked: list[tuple[int, int, bool]] = []
+
+    def takes(model: str, choices: int, tokens: int, now: float, alone: bool) -> bool:
+        asked.append((choices, tokens, alone))
+        return False
+
+    entry: Any = SimpleNamespace(
+        request_id="next", choices=[None], num_prompt_tokens=3, request=SimpleNamespace(beam=None)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rig.client.schedulers, "of", lambda model: [SCHEDULER])
+        patch.setattr(rig.client.schedulers, "takes", takes)
+        patch.setattr(rig, "now", 0.0)
+        rig.limiter.enqueue(entry)
+        rig.limiter.send_pending()
+    assert asked == [(1, 3, True)]
 
 
 def sent(ring: FakeRing, kind: type[Frame]) -> list[Any]:

@@ -211,7 +211,8 @@ def test_a_hello_for_another_incarnation_is_answered_and_the_link_ignored(tmp_pa
 
 
 def test_a_link_that_broke_is_a_death_and_a_return_on_both_sides(tmp_path: Path) -> None:
-    bus = BusConfig(registry=f"ipc://{tmp_path}/bus", bind=f"ipc://{tmp_path}")
+    """What is sent to a full link breaks it."""
+    bus = BusConfig(registry=f"ipc://{tmp_path}/bus", bind=f"ipc://{tmp_path}", link_frames=10)
     with registry(bus):
         a, b = pair(bus)
         with a, b:
@@ -219,10 +220,11 @@ def test_a_link_that_broke_is_a_death_and_a_return_on_both_sides(tmp_path: Path)
             seen: list = []
             a.send(b.me.incarnation, Cancel("before", 1))
             until(lambda: len(frames(seen, "b")) == 1, a, b, seen=seen)
-            a._out.broke(b.me.incarnation)
+            while a.send(b.me.incarnation, Cancel("x" * 10**6, 1)):
+                pass
             until(lambda: any(to == "a" and isinstance(e, Joined) for to, _, e in seen), a, b, seen=seen)
             a.send(b.me.incarnation, Cancel("after", 1))
-            until(lambda: len(frames(seen, "b")) == 2, a, b, seen=seen)
+            until(lambda: frames(seen, "b")[-1].request_id == "after", a, b, seen=seen)
             for name, peer in (("a", "b"), ("b", "a")):
                 told = [type(e) for to, _, e in seen if to == name and isinstance(e, Gone | Joined)]
                 assert told[-2:] == [Gone, Joined], f"{name} of {peer}"

@@ -99,7 +99,7 @@ def read(tool_format: ToolFormat | None, asked: ToolUse, pieces: list[str]) -> l
     pieces = pieces or [""]
     deltas = [TextDelta("r", 0, 0, i, [i], piece) for i, piece in enumerate(pieces[:-1])]
     deltas.append(TextDelta("r", 0, 0, len(pieces), [], pieces[-1], FinishReason.LENGTH))
-    return joined([part._replace(call_id="") for delta in deltas for part in one.push(delta)])
+    return joined([Part(part.kind, part.text) for delta in deltas for part in one.push(delta)])
 
 
 def content_of(parts: list[Part]) -> str:

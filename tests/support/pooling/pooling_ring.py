@@ -15,6 +15,7 @@ import numpy.typing as npt
 from blockyard.services.launcher.supervision.start_up import PlainDisplay
 from blockyard.services.offline.session import Session
 from blockyard.shared.config.parsed_flags import Values, from_command_line
+from blockyard.shared.config.resolve import Deployment
 from blockyard.shared.messages import ModelCard, PoolingCard
 from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.pooling.calls import PooledAnswer, PoolingCall, PoolingInput
@@ -72,7 +73,12 @@ class PoolingRing:
 def pooling_ring(folder: Path, *flags: str, log: Path) -> Iterator[PoolingRing]:
     words = ["--model", str(folder), "--device", "cpu", "--dtype", "float32", *flags]
     with log.open("w") as out:
-        session = Session(Values(from_command_line(words)[0]), lambda _: PlainDisplay(out))
+
+        def display(deployment: Deployment) -> PlainDisplay:
+            out.writelines(f"{note}\n" for note in deployment.notes)
+            return PlainDisplay(out)
+
+        session = Session(Values(from_command_line(words)[0]), display)
         try:
             session.start()
             yield PoolingRing(session, log)

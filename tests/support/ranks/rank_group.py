@@ -1,6 +1,7 @@
 """A leader of several ranks in the process of a test, and its followers."""
 
 import threading
+import weakref
 from pathlib import Path
 
 from equality import BLOCK_BYTES, FEW, MAX_MODEL_LEN
@@ -33,6 +34,7 @@ class Group:
         self._config, self._on_report = config, on_report
         self.team = LeaderTeam(config, folder, self._end)
         self.team.start({})
+        self._last: weakref.ref[Runner | EncoderRunner] | None = None
 
     def start(self) -> Runner:
         runner = self.start_any()
@@ -42,6 +44,14 @@ class Group:
     def start_any(self) -> Runner | EncoderRunner:
         runner = engine.start(self._config, self._on_report, team=self.team)
         self.team.serve()
+        self._last = weakref.ref(runner)  # a deep sleep drops it
+        return runner
+
+    @property
+    def runner(self) -> Runner | EncoderRunner:
+        """That has started last."""
+        runner = None if self._last is None else self._last()
+        assert runner is not None
         return runner
 
     def _end(self, error: BlockyardError) -> None:

@@ -18,5 +18,5 @@ if __name__ == "__main__":
     team.start({})
     engine.start(config, lambda phase, progress, notes: None, team=team)
     team.serve()
-    print(team._host.processes[1].pid, flush=True)
+    print(team.stats()[1].pid, flush=True)
     lost.wait()

@@ -85,7 +85,7 @@ class PrefillGraphs:
         self._sizes = PrefillGraphSizes(steps.capacity, most_tokens, steps.padded_num_seqs)
         self._took_s = 0.0
         self._enabled = False
-        self._problem = ""  # why capturing failed
+        self.capture_error = ""  # why capturing failed
 
     def find(self, step: BatchDescriptor) -> PrefillGraph | None:
         """The graph for such a step; None: launch it kernel by kernel."""
@@ -109,8 +109,8 @@ class PrefillGraphs:
 
     def describe(self) -> str:
         """Number and memory of graphs, in one line."""
-        if self._problem:
-            return f"CUDA graphs of prefills: none: {self._problem}"
+        if self.capture_error:
+            return f"CUDA graphs of prefills: none: {self.capture_error}"
         if not self._enabled:
             return "CUDA graphs of prefills: none, replicas compute prompts of different sizes"
         missing, most = len(self._sizes.missing), max((one.num_prefill_tokens for one in self._graphs), default=0)
@@ -140,8 +140,8 @@ class PrefillGraphs:
             self._graphs.clear()
             self._sizes.give_up()
             torch.cuda.empty_cache()
-            self._problem = str(e).splitlines()[0]
-            log.warning("steps with prefill are eager, CUDA graphs could not be captured: %s", self._problem)
+            self.capture_error = str(e).splitlines()[0]
+            log.warning("steps with prefill are eager, CUDA graphs could not be captured: %s", self.capture_error)
         self._steps.slots.count_step(self._steps.ring.step)  # the device has counted the trial steps
 
 

@@ -147,8 +147,8 @@ def test_only_queries_of_16_bits_pass_the_assembly_for_8_bit_rows() -> None:
     """Another size does not compile, and the compiler ends its process."""
     scales = torch.ones(1)
     sizes = {dtype: SimpleNamespace(is_cuda=True, dtype=dtype) for dtype in DTYPES}
-    assert [file._converts_once(q, scales) for q in sizes.values()] == [dtype.itemsize == 2 for dtype in sizes]
-    assert not any(file._converts_once(q, None) for q in sizes.values())
+    assert [file.converts_once(q, scales) for q in sizes.values()] == [dtype.itemsize == 2 for dtype in sizes]
+    assert not any(file.converts_once(q, None) for q in sizes.values())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -18,6 +18,7 @@ from blockyard.services.api_gateway.batches.batch_files import OutputFile
 from blockyard.services.api_gateway.batches.batch_run import BatchRun, LineLimits
 from blockyard.services.api_gateway.batches.batch_service import run_until
 from blockyard.services.api_gateway.batches.line_records import LineRecords
+from blockyard.services.api_gateway.request_pipeline import RequestPipeline
 from blockyard.shared.config.services.batch import BatchConfig
 from blockyard.shared.errors import BatchError, BlockyardError
 from blockyard.shared.messages import Generate, QueueCapacity, Refused, Tokenize
@@ -242,17 +243,15 @@ async def test_an_input_that_is_gone(batch: Batch) -> None:
 
 async def test_a_bug_fails_its_line_alone(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     batch.write(line("a"), line("b"))
-    async with batch.opened() as (run, _):
-        answer = run._pipeline.whole_answer
+    answer = RequestPipeline.whole_answer
 
-        async def broken(api: Any, request: Any, tenant: str, enter: Any) -> bytes:
-            if len(batch.output.read_bytes()) == 0:
-                raise KeyError("bug")
-            return await answer(api, request, tenant, enter)
+    async def broken(pipeline: RequestPipeline, api: Any, request: Any, tenant: str, enter: Any) -> bytes:
+        if len(batch.output.read_bytes()) == 0:
+            raise KeyError("bug")
+        return await answer(pipeline, api, request, tenant, enter)
 
-        monkeypatch.setattr(run._pipeline, "whole_answer", broken)
-        run._config = msgspec.structs.replace(run._config, max_lines=1)
-        await run.run()
+    monkeypatch.setattr(RequestPipeline, "whole_answer", broken)
+    await batch.run(max_lines=1)
     assert [each["response"]["status_code"] for each in batch.lines()] == [500, 200]
 
 

@@ -4,18 +4,20 @@ import asyncio
 import contextlib
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import openai
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 from yarl import URL
 
-from blockyard.services.api_gateway.http.access import Guard, _is_loopback
+from blockyard.services.api_gateway.http.access import Guard, check_local
 from blockyard.services.api_gateway.http.connections import BoundedRunner
 from blockyard.services.api_gateway.server import build_app
-from blockyard.shared.errors import ConfigError
+from blockyard.shared.errors import ConfigError, RequestError
 from blockyard.shared.messages import Control, Generate
 
 OPEN = {"/health", "/ping", "/load", "/live", "/ready", "/metrics", "/version", "/", "/page/{name}"}
@@ -194,19 +196,24 @@ async def test_a_unix_socket_is_this_machine(rig, tmp_path: Path) -> None:
     [
         ("127.0.0.1", True),
         ("127.9.9.9", True),
-        ("::1", True),
-        ("::ffff:127.0.0.1", True),
+        ("[::1]", True),
+        ("[::ffff:127.0.0.1]", True),
         ("localhost", True),
         ("app.localhost", True),
         ("10.0.0.1", False),
-        ("::ffff:10.0.0.1", False),
+        ("[::ffff:10.0.0.1]", False),
         ("0.0.0.0", False),
         ("localhost.evil.example", False),
         ("", False),
     ],
 )
 def test_loopback_addresses(host: str, local: bool) -> None:
-    assert _is_loopback(host) is local
+    """Of peers, and of web pages in a browser of this machine."""
+    for peer, headers in ((host.strip("[]"), {}), ("127.0.0.1", {"Origin": f"http://{host}"})):
+        transport = SimpleNamespace(get_extra_info={"peername": (peer, 1)}.get)
+        request = make_mocked_request("POST", "/pause", headers, transport=transport)
+        with contextlib.nullcontext() if local else pytest.raises(RequestError):
+            check_local(request)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The official client, unmodified, with stored responses: read, continued, listed, deleted, and of several keys."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,6 +10,8 @@ import pytest
 from openai.types.responses import Response, ResponseItem
 from pydantic import TypeAdapter
 
+from blockyard.services.api_gateway.stored_responses.disk_store import DiskStore
+from blockyard.services.api_gateway.stored_responses.response_store import StoreLimits
 from blockyard.shared.messages import Tokenize, ToolDefaults
 
 ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
@@ -143,8 +146,8 @@ async def test_the_least_recently_used_is_dropped(rig, client) -> None:
         assert [(await c.responses.retrieve(ids[i])).id for i in (0, 2)] == [ids[0], ids[2]]
 
 
-async def test_bad_continuations(rig, client) -> None:
-    async with rig(max_model_len=2000) as r, client(r) as c:
+async def test_bad_continuations(rig, client, tmp_path: Path) -> None:
+    async with rig(max_model_len=2000, response_store=str(tmp_path)) as r, client(r) as c:
 
         async def fails(status: int, field: str, code: str | None = None, **fields: Any) -> None:
             with pytest.raises(openai.APIStatusError) as caught:
@@ -178,8 +181,11 @@ async def test_bad_continuations(rig, client) -> None:
         again = await c.responses.create(model="tiny", input="hi", extra_body=a2, max_output_tokens=1)
         assert again.id == a.id
         assert len((await c.responses.input_items.list(b.id)).data) == 3
-        store = r.gateway.stored.local._store
-        store.put(msgspec.structs.replace(store.get(a.id), previous=b.id))  # as two requests at a time might
+        store = DiskStore(tmp_path, StoreLimits(100, 2**20, 60.0), 1)  # of another gateway
+        one = store.get(a.id)
+        assert one is not None
+        store.put(msgspec.structs.replace(one, previous=b.id))  # as two requests at a time might
+        store.close()
         await fails(400, "previous_response_id", previous_response_id=b.id)
         with pytest.raises(openai.BadRequestError, match="comes before itself"):
             await c.responses.input_items.list(a.id)

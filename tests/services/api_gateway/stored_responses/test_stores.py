@@ -1,6 +1,9 @@
 """The bounds of both stores, and responses that outlive their process on the disk."""
 
-from collections.abc import Callable
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +49,27 @@ def response(name: str, size: int = 10, **fields: Any) -> StoredResponse:
     return StoredResponse(name, "t", "", b'{"status":"in_progress","output":[]}' + b" " * size, b"[]", **fields)
 
 
-def kill(store: DiskStore) -> None:
-    """What the kernel does when its process is killed."""
-    store._own_lock.close()
-    store._db.close()
+@contextlib.contextmanager
+def killed_gateway(folder: Path, *responses: StoredResponse) -> Iterator[None]:
+    """A process that has stored `responses` as gateway 77, and is killed at the end of the block."""
+    script = (
+        "import sys, time, pathlib, msgspec\n"
+        "from blockyard.services.api_gateway.stored_responses.disk_store import DiskStore\n"
+        "from blockyard.services.api_gateway.stored_responses.response_store import StoreLimits\n"
+        "from blockyard.shared.messages import StoredResponse\n"
+        "store = DiskStore(pathlib.Path(sys.argv[1]), StoreLimits(100, 2**20, 60.0), 77)\n"
+        "for one in msgspec.json.decode(sys.argv[2], type=list[StoredResponse]):\n"
+        "    store.put(one)\n"
+        "print(flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    command = [sys.executable, "-P", "-c", script, str(folder), msgspec.json.encode(responses)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"\n"
+        try:
+            yield
+        finally:
+            process.kill()
 
 
 def left(store: ResponseStore, *names: str) -> list[str]:
@@ -121,14 +141,10 @@ def test_memory_is_counted_exactly() -> None:
 
 
 def test_a_response_whose_gateway_was_killed_has_failed(tmp_path: Path) -> None:
-    limits = StoreLimits(100, 2**20, 60.0)
-    killed, other = DiskStore(tmp_path, limits, 7), DiskStore(tmp_path, limits, 8)
-    killed.put(response("a", ended=False))
-    killed.put(response("b", ended=False))
-    killed.put(response("c"))
-    other.sweep()
-    assert not other.get("a").ended  # type: ignore[union-attr]
-    kill(killed)
+    other = DiskStore(tmp_path, StoreLimits(100, 2**20, 60.0), 8)
+    with killed_gateway(tmp_path, response("a", ended=False), response("b", ended=False), response("c")):
+        other.sweep()
+        assert not other.get("a").ended  # type: ignore[union-attr]
     found = other.get("a")
     assert found is not None and found.ended
     answer = msgspec.json.decode(found.data)
@@ -170,11 +186,10 @@ async def test_responses_outlive_their_server(rig, client, tmp_path: Path) -> No
         made = await c.responses.create(**body)
         stream = await c.responses.create(**body, background=True, stream=True)
         events = [event.to_dict() async for event in stream]
-    crashed = DiskStore(tmp_path, StoreLimits(100, 2**20, 60.0), 77)
     lost = f"resp_s{77:016x}{'0' * 24}"
     data = msgspec.json.encode(made.to_dict() | {"id": lost, "status": "in_progress", "output": []})
-    crashed.put(StoredResponse(lost, "", made.id, data, b"[]", True, True, False))
-    kill(crashed)
+    with killed_gateway(tmp_path, StoredResponse(lost, "", made.id, data, b"[]", True, True, False)):
+        pass
     async with rig(response_store=str(tmp_path)) as r, client(r) as c:
         assert (await c.responses.retrieve(made.id)).to_dict() == made.to_dict()
         more = await c.responses.create(**body, previous_response_id=made.id)

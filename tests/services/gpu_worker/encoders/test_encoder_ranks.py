@@ -38,8 +38,8 @@ def test_results_are_those_of_one_rank(name: str, size: int, tmp_path: Path) -> 
             if level:
                 sleeping.sleep(level)
                 sleeping.reset(0)
-            assert isinstance(sleeping._runner, EncoderRunner)
-            got = rows_of(run(sleeping._runner, TEXTS, second_starts=seconds))
+            assert isinstance(made.runner, EncoderRunner)
+            got = rows_of(run(made.runner, TEXTS, second_starts=seconds))
             torch.testing.assert_close(torch.stack(got), torch.stack(expected), atol=1e-5, rtol=1e-5)
     finally:
         made.team.close()

@@ -14,7 +14,7 @@ from tiny_models import start
 
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.runner import Runner
-from blockyard.services.gpu_worker.sampling.host_rows import Sampled
+from blockyard.services.gpu_worker.sampling.host_rows import HostRows, Sampled
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import FinishReason, Sampling, SlotRun, StepPlan
 
@@ -49,14 +49,13 @@ def test_a_slot_that_the_host_samples_waits_and_the_others_run_ahead(ahead: Runn
 
 def test_a_plan_is_answered_before_the_host_samples_its_rows(ahead: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     sampled: list[list[int]] = []
-    host_rows = ahead.loop._host_sampling._rows
-    sample = host_rows.sample
+    sample = HostRows.sample
 
-    def watched(logits: torch.Tensor, slots: Ints, table: Slots) -> Sampled:
+    def watched(rows: HostRows, logits: torch.Tensor, slots: Ints, table: Slots) -> Sampled:
         sampled.append(slots.tolist())
-        return sample(logits, slots, table)
+        return sample(rows, logits, slots, table)
 
-    monkeypatch.setattr(host_rows, "sample", watched)
+    monkeypatch.setattr(HostRows, "sample", watched)
     ahead.reset(4)
     starts = [started(0, prompt_of(1), greedy(), [3]), started(1, prompt_of(4, 3), host_sampled(), [4])]
     ahead.launch(StepPlan(1, 1, [], starts, [], [SlotRun(0, 1), SlotRun(1, 4)]))

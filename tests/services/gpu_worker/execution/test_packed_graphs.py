@@ -73,7 +73,7 @@ def with_graphs(runner: EncoderRunner, most_tokens: int = 256) -> FakeCapture:
     capture = FakeCapture()
     graphs = PackedGraphs(runner.model, capture, ReferenceProduct, most_tokens=most_tokens, has_types=True)
     assert graphs.capture().startswith("CUDA graphs of packed steps: 5 of up to 256 tokens in ")
-    runner._steps.graphs = graphs
+    runner.steps.graphs = graphs
     return capture
 
 
@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_eager(runner: EncoderRunner) -> None:
 def test_results_do_not_change_with_the_next_step(runner: EncoderRunner) -> None:
     """All hidden states of a step are results, and the next step runs before they are read."""
     with_graphs(runner)
-    steps = runner._steps
+    steps = runner.steps
     graphs = steps.graphs
     assert graphs is not None
     ids, lengths = np.array(texts_of(8)[0]), np.array([8])

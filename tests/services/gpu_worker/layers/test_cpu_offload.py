@@ -10,8 +10,7 @@ from plan_driver import Driver
 from tiny_models import BASE, BY_NAME, VOCAB, settings, start
 
 from blockyard.services.gpu_worker import engine
-from blockyard.services.gpu_worker.layers import cpu_offload
-from blockyard.services.gpu_worker.layers.cpu_offload import share_of_layers
+from blockyard.services.gpu_worker.layers.cpu_offload import OffloadedMatrix, share_of_layers
 from blockyard.services.gpu_worker.loading.checkpoint_check import check_memory
 from blockyard.services.gpu_worker.loading.weights import HostShare, WeightTable
 from blockyard.services.gpu_worker.memory import GIB
@@ -62,12 +61,12 @@ def test_outputs_equal_those_of_weights_on_the_device(
 
     monkeypatch.setattr(dense, "can_pack", lambda weight: False)  # packed matrices are not staged
     plain = outputs()
-    copies = []
-    copy = cpu_offload.HostWeights._copy
-    monkeypatch.setattr(cpu_offload.HostWeights, "_copy", lambda self, i: (copies.append(i), copy(self, i))[1])
+    copied: list[OffloadedMatrix] = []
+    copy = OffloadedMatrix.copy
+    monkeypatch.setattr(OffloadedMatrix, "copy", lambda self: (copied.append(self), copy(self))[1])
     monkeypatch.setattr(CpuBackend, "host_share", lambda *given: HostShare(share, share))
     assert outputs() == plain
-    assert copies[:2] == [0, 1] and max(copies) > 2
+    assert copied[0] is not copied[1] and len({id(matrix) for matrix in copied}) > 3
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])

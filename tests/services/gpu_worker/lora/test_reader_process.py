@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,23 +122,31 @@ def test_several_folders_are_read_at_a_time_until_one_ends_the_process(
     reader.close()
 
 
-def with_process(folder: Path) -> Runner:
-    config = settings(folder / "base", lora=LORA)
-    runner = engine.start(config, lambda phase, progress, notes: None)
+def with_process(folder: Path) -> tuple[Runner, int]:
+    """With the id of the process that reads adapters."""
+    config, process_ids = settings(folder / "base", lora=LORA), list[int]()
+
+    def start_reader(*arguments: Any) -> ReaderProcess:
+        reader = ReaderProcess(*arguments)
+        process_ids.append(reader.process_id)
+        return reader
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "ReaderProcess", start_reader)
+        runner = engine.start(config, lambda phase, progress, notes: None)
     assert isinstance(runner, Runner)
     runner.reset(8)
-    return runner
+    [process_id] = process_ids
+    return runner, process_id
 
 
 def test_steps_go_on_while_an_adapter_is_read_and_its_reader_killed(folder: Path) -> None:
-    runner, here = with_process(folder), start(folder / "base", lora=LORA)
+    (runner, process_id), here = with_process(folder), start(folder / "base", lora=LORA)
     here.reset(8)
     want = Batch(here, [None], []).run(30)
     assert runner.adapters is not None and runner.adapters.lora is not None
     runner.adapters.load(1, str(folder / "adapter"))
-    reader = runner.adapters.lora._reader
-    assert isinstance(reader, ReaderProcess)
-    os.kill(reader.process_id, signal.SIGKILL)
+    os.kill(process_id, signal.SIGKILL)
     assert Batch(runner, [None], []).run(30) == want
     runner.adapters.reset()
     for one in (runner, here):
@@ -149,13 +158,10 @@ def test_steps_go_on_while_an_adapter_is_read_and_its_reader_killed(folder: Path
 
 def test_a_runner_that_is_dropped_leaves_neither_its_model_nor_the_process(folder: Path) -> None:
     """A worker that sleeps deeply drops its runner, and the memory has to be free."""
-    runner = with_process(folder)
+    runner, process_id = with_process(folder)
     load_adapters(runner, [folder / "adapter"])
     adapt(runner, folder / "adapter")
-    assert runner.adapters is not None and runner.adapters.lora is not None
-    held, reader = weakref.ref(runner.model), runner.adapters.lora._reader
-    assert isinstance(reader, ReaderProcess)
-    process_id = reader.process_id
+    held = weakref.ref(runner.model)
     del runner
     gc.collect()
     assert held() is None

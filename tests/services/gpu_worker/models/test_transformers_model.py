@@ -26,7 +26,7 @@ from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models import registry
 from blockyard.services.gpu_worker.models.transformers_layers.fusions import Fusions
 from blockyard.services.gpu_worker.models.transformers_layers.norms import NormModule
-from blockyard.services.gpu_worker.models.transformers_model import _at_their_rows, build, trace_layers
+from blockyard.services.gpu_worker.models.transformers_model import at_their_rows, build, trace_layers
 from blockyard.shared.architectures import find_architecture
 from blockyard.shared.errors import ConfigError, LoadError
 from blockyard.shared.messages import Sampling
@@ -211,6 +211,6 @@ def test_what_cannot_run_is_refused_by_name(config: dict[str, Any], message: str
 def test_rows_of_the_last_layer_are_put_in_their_places() -> None:
     """Rows that pad a captured step repeat the row of another one."""
     out = torch.tensor([[[1.0]], [[2.0]], [[3.0]], [[4.0]]])
-    made = _at_their_rows(out, torch.tensor([0, 3, 0, 0]), 5)
+    made = at_their_rows(out, torch.tensor([0, 3, 0, 0]), 5)
     assert made.flatten().tolist() == [1, 0, 0, 2, 0]
-    assert _at_their_rows(out, torch.tensor([3, 1, 0, 2]), 4).flatten().tolist() == [3, 2, 4, 1]
+    assert at_their_rows(out, torch.tensor([3, 1, 0, 2]), 4).flatten().tolist() == [3, 2, 4, 1]

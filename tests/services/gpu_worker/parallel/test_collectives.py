@@ -13,7 +13,7 @@ from gpu_ranks import exchange, replay_in_graphs, run_processes
 from rank_group import Group, config
 from tiny_models import BY_NAME
 
-from blockyard.services.gpu_worker.parallel import peer_collectives, rank_group
+from blockyard.services.gpu_worker.parallel import peer_collectives
 from blockyard.services.gpu_worker.parallel.meeting import Meeting
 from blockyard.services.gpu_worker.parallel.peer_collectives import exchange_on_gpu
 from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankGroup, connect_gpus
@@ -60,7 +60,7 @@ def test_nccl_is_for_ranks_with_a_gpu_each(
         def __init__(self, store: object, rank: int, size: int, options: SimpleNamespace) -> None:
             made.append(rank)
 
-    monkeypatch.setattr(rank_group._dist, "ProcessGroupNCCL", OfGpus, raising=False)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", OfGpus, raising=False)
 
     def stay(group: RankGroup) -> bool:
         """Until all are connected."""

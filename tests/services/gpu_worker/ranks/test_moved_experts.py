@@ -58,25 +58,25 @@ def test_the_fullest_rank_comes_near_the_mean(size: int, num_stages: int, levels
     made = Group(settled(folder, size, num_stages, expert_parallel=True, expert_balance=balance), tmp_path)
     try:
         runner = SleepingRunner(made.start, lambda: 0)
-        expected = answers(runner._runner, 0)
+        expected = answers(made.runner, 0)
         if num_stages == 1:  # dummy weights of stages are others
             assert expected == answers(engine.start(settled(folder, 1), report), 0)
         for level in levels:
             if level:
                 runner.sleep(level)
                 runner.reset(0)
-            before, after = (interval(runner) for _ in range(2))
+            before, after = (interval(made, runner) for _ in range(2))
             assert before > 1.4 if level != 1 else before <= BAR
             assert after <= BAR, f"{before} before, of the mean"
             assert runner.count(Stats()).experts_moved_total >= 2 * MODEL["num_hidden_layers"]
-            assert answers(runner._runner, 0) == expected
+            assert answers(made.runner, 0) == expected
     finally:
         made.team.close()
     assert not made.errors
 
 
-def interval(runner: SleepingRunner) -> float:
+def interval(made: Group, runner: SleepingRunner) -> float:
     """Runs the steps of an interval. Returns the load of the fullest rank over the mean, in the worst layer."""
     for first in range(7, 7 + 7 * ROUNDS, 7):
-        answers(runner._runner, first)
+        answers(made.runner, first)
     return max(runner.count(Stats()).expert_rank_loads)

@@ -83,11 +83,11 @@ def test_tokens_are_those_of_one_rank(
             if level:
                 sleeping.sleep(level)
                 sleeping.reset(0)
-            assert isinstance(sleeping._runner, Runner)
-            assert_same(sequences(sleeping._runner, folders), expected)
+            assert isinstance(made.runner, Runner)
+            assert_same(sequences(made.runner, folders), expected)
         if num_stages == 1:
             whole = loaded_bytes(start(folders[0], lora=LORA), folders[2])
-            assert loaded_bytes(sleeping._runner, folders[2]) == whole, "each number is on one rank"
+            assert loaded_bytes(made.runner, folders[2]) == whole, "each number is on one rank"
     finally:
         made.team.close()
     assert not made.errors

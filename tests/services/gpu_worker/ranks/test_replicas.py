@@ -11,14 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from blockyard.services.gpu_worker.parallel.commands import LifeSign, Sign
 from blockyard.services.gpu_worker.parallel.replicas import StepOffer
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.ranks import replica_meeting, signs
 from blockyard.services.gpu_worker.ranks.replica_meeting import MetReplicas, ReplicaJoin, meet
 from blockyard.services.gpu_worker.ranks.replica_team import ReplicaTeam
 from blockyard.shared.errors import BlockyardError, LoadError, RankLostError
+from blockyard.shared.process.frame_pipe import FramePipe
 
 SIZE = 3
 
@@ -67,7 +70,7 @@ def test_replicas_meet_in_any_order_and_again(order: list[int], tmp_path: Path) 
 def test_one_that_joined_and_is_gone_is_waited_for_again(tmp_path: Path) -> None:
     with ThreadPoolExecutor(SIZE) as pool:
         first = pool.submit(meet, tmp_path, Shard(0, SIZE), 20.0, lambda: None)
-        for frame in (replica_meeting._encode(ReplicaJoin(1, 0)), b"of a stranger"):
+        for frame in (msgspec.msgpack.encode(ReplicaJoin(1, 0)), b"of a stranger"):
             while True:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as gone:
                     try:
@@ -117,15 +120,11 @@ def test_replicas_that_do_not_come_are_named(replica: int, missing: str, tmp_pat
 
 
 class Teams:
-    def __init__(self, folder: Path, pids: list[int] | None = None) -> None:
-        """pids: of the processes that are the replicas; None: all are this one."""
+    def __init__(self, folder: Path) -> None:
         self.errors: list[tuple[int, BlockyardError]] = []
         met = meet_all(folder, [0, 1, 2])
         assert all(one.pids == [os.getpid()] * SIZE for one in met)
-        self.all = [
-            ReplicaTeam(Shard(i, SIZE), replace(one, pids=pids or one.pids), self._ending(i))
-            for i, one in enumerate(met)
-        ]
+        self.all = [ReplicaTeam(Shard(i, SIZE), one, self._ending(i)) for i, one in enumerate(met)]
 
     def _ending(self, replica: int) -> Callable[[BlockyardError], None]:
         return lambda error: self.errors.append((replica, error))
@@ -175,13 +174,16 @@ def test_one_that_is_silent_is_killed(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(signs, "SILENT_S", 1.0)
     monkeypatch.setattr(signs, "SIGN_S", 0.1)
     stopped = subprocess.Popen(["sleep", "60"])
-    found = Teams(tmp_path, [stopped.pid] * SIZE)
-    for team in found.all:
+    met, errors = meet_all(tmp_path, [0, 1, 2]), list[BlockyardError]()
+    pids = [stopped.pid] * SIZE
+    teams = [ReplicaTeam(Shard(i, SIZE), replace(met[i], pids=pids), errors.append) for i in (0, 1)]
+    for team in teams:
         team.serve()
-    found.all[2]._watch.stop()
+    signs_of = [FramePipe[Sign](both[1], Sign) for both in met[2].sockets.values()]
+    for pipe in signs_of:
+        pipe.send(LifeSign(0, True))  # the only one
     assert stopped.wait(5) == -signal.SIGKILL
-    for team in found.all[:2]:
+    for team in teams:
         team.close()
-    assert found.errors and all("replica 2 of 3 is silent for" in str(error) for _, error in found.errors)
-    for pipe in (*found.all[2]._pipes.values(), *found.all[2]._signs.values()):
-        pipe.close()
+    assert errors and all("replica 2 of 3 is silent for" in str(error) for error in errors)
+    close(met[2])

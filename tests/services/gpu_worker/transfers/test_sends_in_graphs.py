@@ -93,7 +93,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
     monkeypatch.setattr(DeviceOps, "attend", slow)
     monkeypatch.setattr("blockyard.services.gpu_worker.execution.cuda.prefill_graphs.START_S", 0.0)
     steps.graphs.capture()
-    assert steps.graphs._problem == ""
+    assert steps.graphs.capture_error == ""
     graph = next(it for size, it in steps.graphs._graphs.items() if not size.num_decodes)
     assert steps.layer_words is not None and graph.descriptor.num_prefill_tokens >= CHUNK
     monkeypatch.setattr(steps.graphs, "find", lambda step: graph)

@@ -14,8 +14,10 @@ from kv_workers import GEOMETRY, NUM_BLOCKS, KVWorker, bus_at, plan_of, send_to,
 from blockyard.services.gpu_worker.interfaces import StoredLayers
 from blockyard.services.kv_transfer import sender_link, sender_links
 from blockyard.services.kv_transfer.layout import LayerRun, as_text
-from blockyard.services.kv_transfer.protocol.drops import DropReason
+from blockyard.services.kv_transfer.link_sockets import transfer_sockets
+from blockyard.services.kv_transfer.protocol.frames import Stopped
 from blockyard.services.kv_transfer.routes import decode_places
+from blockyard.services.kv_transfer.sender_link import SenderLink
 from blockyard.shared.bus.poller import Poller
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import KVAbort, KVLanded, KVReceive, KVRole, KVSendEnded, NamedCount, Stats
@@ -248,7 +250,9 @@ def test_a_connector_that_cannot_be_used_is_an_error_at_the_start(
     assert str(error.value) == line
 
 
-def test_counters_outlive_links_and_memory(workers: tuple[KVWorker, KVWorker], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_outlive_links_and_memory(
+    workers: tuple[KVWorker, KVWorker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     a, b = workers
     monkeypatch.setattr(sender_links, "IDLE_S", 0.05)
     assert a.transfers.count(Stats(steps_total=7)) == Stats(steps_total=7)
@@ -260,7 +264,12 @@ def test_counters_outlive_links_and_memory(workers: tuple[KVWorker, KVWorker], m
     assert a.transfers.count(Stats()) == Stats(transfer_bytes=sent), "nothing was sent since"
     until(lambda: len(a.links.watched) == 3, a, b)  # the idle link is closed
     assert a.transfers.count(Stats()).transfer_bytes == sent
-    b.transfers._group.own._endpoint.receiver.drops.count(DropReason.DOUBLED, "for a test")
+    sockets = transfer_sockets(bus_at(tmp_path))
+    stranger = sockets.connect_dealer(decode_places(b.geometry.kv_endpoint)[0].endpoint, b"x")
+    stranger.send(msgspec.msgpack.encode(Stopped(1, "")))
+    until(lambda: bool(b.transfers.count(Stats()).transfer_frames_dropped), a, b)
+    stranger.close(0)
+    sockets.close()
     for worker in workers:
         worker.transfers.close()
         worker.memory.renew()
@@ -269,7 +278,7 @@ def test_counters_outlive_links_and_memory(workers: tuple[KVWorker, KVWorker], m
     a.send(send_to(b.geometry, B, 2, [3], [7]))
     until(lambda: 2 in a.ended and 2 in b.ended, a, b)
     assert a.transfers.count(Stats()).transfer_bytes == [NamedCount("shm", 3 * SMALL.block_bytes)]
-    assert b.transfers.count(Stats()).transfer_frames_dropped == [NamedCount("doubled", 1)]
+    assert b.transfers.count(Stats()).transfer_frames_dropped == [NamedCount("stranger", 1)]
 
 
 @pytest.mark.parametrize("side", ["sender", "receiver"])
@@ -317,16 +326,23 @@ def test_a_scheduler_that_attaches_again_changes_nothing(workers: tuple[KVWorker
     assert a.is_complete(1)
 
 
-def test_a_transfer_is_open_until_its_end_was_answered(workers: tuple[KVWorker, KVWorker]) -> None:
+def test_a_transfer_is_open_until_its_end_was_answered(
+    workers: tuple[KVWorker, KVWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The scheduler's audit takes one that is not in the list, and has no answer, for lost."""
-    a, b = workers
+    (a, b), links = workers, list[SenderLink]()
+
+    def open_link(*arguments: Any) -> SenderLink:
+        links.append(SenderLink(*arguments))
+        return links[-1]
+
+    monkeypatch.setattr(sender_links, "SenderLink", open_link)
     b.receive(1, A, [5, 6])
     a.send(send_to(b.geometry, B, 1, [3], [5], is_last=False))
     until(lambda: b.landed.get(1) == [5], a, b)
-    assert a.transfers._group is not None
-    [target] = a.transfers._group.own._endpoint.senders._targets.values()
-    target.link.abort(1, "ended between two polls")
-    assert target.link.open_transfers() == {} and list(a.transfers.open_transfers()) == [1]
+    [link] = links
+    link.abort(1, "ended between two polls")
+    assert link.open_transfers() == {} and list(a.transfers.open_transfers()) == [1]
     until(lambda: 1 in a.ended and 1 in b.ended, a, b)
     assert a.transfers.open_transfers() == {} and not a.is_complete(1)
 
@@ -340,7 +356,9 @@ def test_a_link_is_closed_when_idle_and_when_its_worker_leaves(
     a.send(send_to(b.geometry, B, 1, [3], [5]))
     until(lambda: 1 in a.ended and 1 in b.ended, a, b)
     until(lambda: len(a.links.watched) == 3, a, b)
-    until(lambda: not b.transfers._group.own._endpoint.receiver._links, a, b)
+    b.receive(4, A, [9])
+    b.transfers.abort(KVAbort(4))
+    until(lambda: 4 in b.ended, a, b)  # its link is closed on this side, too: nothing else answers
     monkeypatch.undo()
     b.receive(2, A, [6, 7])
     b.receive(3, 0xC, [8])  # its sender never opens a link
@@ -421,7 +439,7 @@ def test_the_receiver_is_killed(tmp_path: Path, make: Callable[..., KVWorker], c
     with worker_process(bus_at(tmp_path), B, connector) as b:
         b.tell(KVReceive(1, A, 1, blocks))
         a.send(send_to(b.geometry, B, 1, blocks[:-1], blocks[:-1], is_last=False))
-        until(lambda: a.transfers._group.own._endpoint.senders._targets[B].link._transfers._open[1].summed != 0, a)
+        until(lambda: bool(a.transfers.count(Stats()).transfer_bytes), a)
         b.process.kill()
         b.process.join(10)
         until(lambda: 1 in a.ended, a)

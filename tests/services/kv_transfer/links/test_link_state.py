@@ -2,12 +2,17 @@
 
 import threading
 import time
+from collections.abc import Callable
+from functools import partialmethod
+from typing import Any
 
 import msgspec
 import pytest
 from kv_peers import RECEIVER, SENDER, SMALL, Pair, Peer
 
-from blockyard.services.kv_transfer.connectors.mapped import MappedWriter
+from blockyard.services.kv_transfer.block_copier import HostCopier
+from blockyard.services.kv_transfer.device_copier import DeviceCopier
+from blockyard.services.kv_transfer.host_copies import Words
 from blockyard.services.kv_transfer.protocol.events import Received, Sent
 from blockyard.services.kv_transfer.protocol.frames import (
     LINK_VERSION,
@@ -17,31 +22,39 @@ from blockyard.services.kv_transfer.protocol.frames import (
     Transfer,
     WritesAllowed,
 )
-from blockyard.services.kv_transfer.sender_link import SenderLink
+from blockyard.services.kv_transfer.protocol.incoming import IncomingTransfers
 from blockyard.shared.bus.sockets import readable
 
 ALL = range(SMALL.num_layers)
 encode = msgspec.msgpack.encode
 
 
-def hold_copies(link: SenderLink) -> threading.Event:
-    """Reports no copy as complete until the event is set."""
-    release, poll = threading.Event(), link._own.poll
-    link._own.poll = lambda: poll() if release.is_set() else None  # type: ignore[method-assign]
-    return release
+@pytest.fixture
+def may_complete(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """No copy is reported as complete while it is not set."""
+    event = threading.Event()
+    event.set()
+
+    def poll(copier: Any, poll: Callable[[Any], None]) -> None:
+        if event.is_set():
+            poll(copier)
+
+    for kind in (HostCopier, DeviceCopier):
+        monkeypatch.setattr(kind, "poll", partialmethod(poll, poll=kind.poll))
+    return event
 
 
 def numbers(transfers: list[Transfer]) -> list[int]:
     return sorted(transfer.number for transfer in transfers)
 
 
-def test_a_sender_is_busy_while_frames_or_copies_wait_for_room(pair: Pair) -> None:
+def test_a_sender_is_busy_while_frames_or_copies_wait_for_room(pair: Pair, may_complete: threading.Event) -> None:
     assert pair.sender.busy, "the hello is not sent yet"
     pair.sender.poll()
     assert not pair.sender.busy, "it waits for an answer, which its socket reports"
     pair.until(lambda: pair.sender.connector != "")
     pair.until(lambda: not pair.sender.busy)
-    release = hold_copies(pair.sender)
+    may_complete.clear()
     for number in range(12):  # more than a connector has in flight
         pair.begin(number, [number])
         pair.sender.write(number, [number], [number], ALL)
@@ -49,7 +62,7 @@ def test_a_sender_is_busy_while_frames_or_copies_wait_for_room(pair: Pair) -> No
     for _ in range(20):
         pair.turn()
     assert pair.sender.busy and not pair.sent, "copies wait until others are complete"
-    release.set()
+    may_complete.set()
     pair.until(lambda: len(pair.ended) == len(pair.sent) == 12)
     assert not pair.sender.busy and not pair.receiver.busy
 
@@ -90,7 +103,9 @@ def test_a_receiver_is_busy_while_a_link_is_full_and_loses_no_frame(peers: tuple
     receiver.close()
 
 
-def test_both_sides_name_their_open_transfers_to_a_scheduler_that_attaches(pair: Pair) -> None:
+def test_both_sides_name_their_open_transfers_to_a_scheduler_that_attaches(
+    pair: Pair, may_complete: threading.Event
+) -> None:
     """A new scheduler knows nothing of earlier transfers: it must hear of each one that still uses blocks."""
     pair.until(lambda: pair.sender.connector != "")
     whole, part = pair.begin(1, [1, 2]), pair.begin(2, [3, 4])
@@ -100,15 +115,16 @@ def test_both_sides_name_their_open_transfers_to_a_scheduler_that_attaches(pair:
     pair.sender.write(1, [0, 1], [1, 2], ALL)
     pair.sender.write(2, [2], [3], ALL)
     pair.until(lambda: 1 in pair.ended and 1 in pair.sent and 2 in pair.landed)
-    release = hold_copies(pair.sender)
-    pair.sender.write(4, [3], [6], ALL)
-    pair.until(lambda: pair.sender._transfers._open[4].in_flight == 1)
+    may_complete.clear()
+    is_started = threading.Event()
+    pair.sender.write(4, [3], [6], ALL, lambda: is_started.set() or True)
+    pair.until(is_started.is_set)
     pair.receiver.revoke(4)
     for _ in range(20):
         pair.turn()
     assert pair.receiver.open_transfers() == [part, unknown, revoked]
     assert pair.sender.open_transfers() == {2: [2], 4: [3]}, "its copy still reads block 3"
-    release.set()
+    may_complete.set()
     pair.until(lambda: 4 in pair.ended and 4 in pair.sent)
     for transfer in (part, unknown):
         pair.receiver.revoke(transfer.number)
@@ -123,12 +139,14 @@ def test_open_transfers_after_the_sender_attaches_again(pair: Pair) -> None:
     pair.begin(1, [1, 2])
     pair.sender.write(1, [7], [1], ALL)
     pair.until(lambda: 1 in pair.landed)
-    pair.sender._lose("test")
+    pair.break_link()
     pair.until(lambda: 1 in pair.sent)
     assert pair.sent[1].outcome is Sent.LINK_LOST and pair.sender.open_transfers() == {}
     if pair.sender.connector in ("shm", "cuda_ipc", "nixl"):  # the sender's process lives: it may still write
+        pair.until(lambda: pair.unreachable == [1])
         assert numbers(pair.receiver.open_transfers()) == [1]
-    pair.until(lambda: not pair.receiver._links)
+    else:
+        pair.until(lambda: 1 in pair.ended)
     late = pair.transfer(2, [3, 4])
     pair.receiver.expect(late)
     pair.sender = pair.source.sender(pair.receiver.endpoint, pair.sender.connector)
@@ -173,7 +191,7 @@ def test_an_unexpected_error_of_a_receiver_closes_the_link(
     pair = Pair(*peers, "tcp")
     pair.begin(1, [4])
     with monkeypatch.context() as patch:
-        patch.setattr(pair.receiver._transfers, "on_sums", fails)
+        patch.setattr(IncomingTransfers, "on_sums", fails)
         pair.sender.write(1, [1], [4], ALL)
         pair.until(lambda: bool(pair.sender.closed))
     assert "an error of the receiver: KeyError: 1" in pair.sender.closed and "Traceback" in caplog.text
@@ -182,14 +200,20 @@ def test_an_unexpected_error_of_a_receiver_closes_the_link(
     pair.close()
 
 
-def test_a_copy_of_blocks_that_the_receiver_does_not_have_is_aborted(peers: tuple[Peer, Peer]) -> None:
+def test_a_copy_of_blocks_that_the_receiver_does_not_have_is_aborted(
+    peers: tuple[Peer, Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    map_peer = HostCopier.map_peer
+
+    def map_smaller(copier: HostCopier, *args: Any) -> list[Words]:
+        return [blocks[:, :4] for blocks in map_peer(copier, *args)]
+
+    monkeypatch.setattr(HostCopier, "map_peer", map_smaller)
     pair = Pair(*peers, "shm")
-    pair.until(lambda: pair.sender.connector != "")
+    pair.until(lambda: pair.sender.connector == "shm")
     pair.begin(1, [4])
-    writer = pair.sender._writer
-    assert isinstance(writer, MappedWriter)
-    writer._num_blocks = 4  # its memory became smaller
     pair.sender.write(1, [1], [4], ALL)
     pair.until(lambda: 1 in pair.sent and 1 in pair.ended)
     assert pair.sent[1].outcome is Sent.ABORTED and not pair.sender.closed
+    assert "are not in the pools" in pair.sent[1].detail
     pair.close()

@@ -1,6 +1,9 @@
 """Links between two workers in this process: both connectors, ends, damage."""
 
+import contextlib
 import time
+from functools import partialmethod
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,6 +13,9 @@ import torch
 from kv_peers import RECEIVER, SENDER, SMALL, Pair, Peer, poll_both
 
 from blockyard.services.kv_transfer import sender_link
+from blockyard.services.kv_transfer.connectors.mapped import MappedReader
+from blockyard.services.kv_transfer.connectors.nixl_access import NixlReader
+from blockyard.services.kv_transfer.connectors.tcp import TcpReader
 from blockyard.services.kv_transfer.layout import LayerRun, LinkLayouts
 from blockyard.services.kv_transfer.protocol.drops import DropReason
 from blockyard.services.kv_transfer.protocol.events import Received, Sent
@@ -97,17 +103,36 @@ def test_the_sender_closes_its_link(pair: Pair) -> None:
     assert (pair.ended[1].outcome, pair.ended[1].landed) == (Received.ABORTED, [0])
 
 
+def send_another(pair: Pair, number: int) -> None:
+    """The sender has received all earlier permissions after it."""
+    pair.begin(number, [number + 10])
+    pair.sender.write(number, [0], [number + 10], ALL)
+    pair.until(lambda: number in pair.ended and number in pair.sent)
+
+
+def num_pidfds() -> int:
+    """Descriptors of processes that this one watches."""
+    found = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the listing
+            found += entry.readlink() == Path("anon_inode:[pidfd]")
+    return found
+
+
 def test_a_transfer_that_was_not_begun_goes_on_over_the_next_link(pair: Pair) -> None:
     """The sender has closed an idle link while the receiver allowed a new transfer on it."""
+    before = num_pidfds()
     pair.begin(1, [1])
     pair.sender.write(1, [4], [1], ALL)
     pair.until(lambda: 1 in pair.ended and 1 in pair.sent)
     pair.receiver.expect(pair.transfer(2, [2, 3]))
-    pair.until(lambda: 2 in pair.sender._transfers._early)
+    send_another(pair, 3)
     connector = pair.sender.connector
     pair.sender.close()
-    pair.until(lambda: not pair.receiver._links)
-    assert 2 not in pair.ended and len(pair.receiver._processes) == 0
+    pair.receiver.expect(pair.transfer(4, [20]))
+    pair.receiver.revoke(4)
+    pair.until(lambda: 4 in pair.ended)  # now that the link is closed
+    assert pair.receiver.open_transfers() == [pair.transfer(2, [2, 3])] and num_pidfds() == before
     pair.sender = pair.source.sender(pair.receiver.endpoint, connector)
     pair.sender.begin(2, 1)
     pair.sender.write(2, [5, 6], [2, 3], ALL)
@@ -119,47 +144,41 @@ def test_a_transfer_that_was_not_begun_can_be_given_up_after_its_link_was_closed
     """Its sender sleeps, and opens no link any more: the blocks are free at once."""
     pair.receiver.expect(pair.transfer(1, [1]))
     pair.receiver.expect(pair.transfer(2, [2]))
-    pair.until(lambda: {1, 2} <= pair.sender._transfers._early.keys())
+    send_another(pair, 3)
     pair.receiver.revoke(2)  # the sender closes the link before it hears of this
     pair.sender.close()
-    pair.until(lambda: 2 in pair.ended and not pair.receiver._links)
+    pair.until(lambda: 2 in pair.ended)
     pair.receiver.revoke(1)
     pair.until(lambda: 1 in pair.ended)
-    assert {event.outcome for event in pair.ended.values()} == {Received.REVOKED}
+    assert pair.ended[1].outcome is pair.ended[2].outcome is Received.REVOKED
 
 
 @pytest.mark.parametrize("harm", ["word", "layer"])
-def test_damage_is_found_and_only_the_damaged_block_fails(pair: Pair, harm: str) -> None:
+def test_damage_is_found_and_only_the_damaged_block_fails(
+    pair: Pair, harm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The bytes change after the sender has computed their checksums, and before the receiver does."""
     pair.begin(1, [10, 11, 12])
     pair.sender.write(1, [1, 2, 3], [10, 11, 12], ALL)
     pair.sender.poll()
-    on_written = pair.receiver._transfers.on_written
 
-    def harmed(*args: Any) -> object:
+    def harmed(reader: Any, landing: Any, payload: Any, *rest: Any, start: Any) -> None:
         pair.source.copies.drain()
-        landing = on_written(*args)
-        start = links[SENDER].reader.start
-
-        def start_with_harm(landing: Any, payload: Any, *rest: Any) -> None:
-            if payload is None:
-                blocks = pair.target.blocks
-                damage(blocks)
-                pair.target.put(blocks)
-                start(landing, payload, *rest)
-            elif links[SENDER].buffers is not None:
-                packed = links[SENDER].buffers.packed(landing, payload)
-                words = packed.to("cpu", copy=True).numpy().view(np.uint64)
-                damage_packed(words.reshape(len(ALL), 3, -1))
-                packed.copy_(torch.from_numpy(words.view(np.uint8)))
-                start(landing, payload, *rest)
-            else:
-                words = np.frombuffer(bytearray(payload), np.uint64).reshape(len(ALL), 3, -1)
-                damage_packed(words)
-                start(landing, memoryview(words).cast("B", (words.nbytes,)), *rest)
-
-        links[SENDER].reader.start = start_with_harm
-        return landing
+        if payload is None:
+            blocks = pair.target.blocks
+            damage(blocks)
+            pair.target.put(blocks)
+        elif isinstance(reader, NixlReader):
+            packed = reader.packed(landing, payload)
+            assert packed is not None
+            words = packed.to("cpu", copy=True).numpy().view(np.uint64)
+            damage_packed(words.reshape(len(ALL), 3, -1))
+            packed.copy_(torch.from_numpy(words.view(np.uint8)))
+        else:
+            words = np.frombuffer(bytearray(payload), np.uint64).reshape(len(ALL), 3, -1)
+            damage_packed(words)
+            payload = memoryview(words).cast("B", (words.nbytes,))
+        start(reader, landing, payload, *rest)
 
     def damage(blocks: np.ndarray) -> None:
         if harm == "word":
@@ -173,8 +192,8 @@ def test_damage_is_found_and_only_the_damaged_block_fails(pair: Pair, harm: str)
         else:
             words[[0, 1], 1] = words[[1, 0], 1]
 
-    links = pair.receiver._links
-    pair.receiver._transfers.on_written = harmed  # type: ignore[method-assign]
+    for kind in (MappedReader, TcpReader, NixlReader):
+        monkeypatch.setattr(kind, "start", partialmethod(harmed, start=kind.start))
     pair.until(lambda: 1 in pair.ended)
     assert pair.ended[1].outcome is Received.CORRUPT
     assert (pair.ended[1].landed, pair.ended[1].corrupt) == ([0, 2], [1])
@@ -230,7 +249,7 @@ def test_a_link_that_cannot_be_is_refused_in_words(which: str, bus: BusConfig, p
         msgspec.structs.replace(SMALL, scope="other|main", runs=(LayerRun(3, 4, 4),)) if which == "layout" else SMALL
     )
     if which == "generation":
-        receiver._own.drain()
+        target.copies.drain()
         target.arena.drop()
     me = RECEIVER + 1 if which == "receiver" else RECEIVER
     connector = "carrier pigeon" if which == "connector" else "auto"
@@ -283,12 +302,12 @@ def test_a_send_that_contradicts_the_receiver_ends_its_transfer(
     pair.receiver.expect(pair.transfer(1, [10, 11, 12]))
     pair.receiver.expect(pair.transfer(2, [14]))
     pair.sender.begin(1, 1)
-    if not is_early:
-        pair.until(lambda: pair.sender._transfers._open[1].blocks == [10, 11, 12])
-    pair.sender.write(1, [5], [11], ALL)
-    pair.sender.write(1, sources, targets, ALL)
     pair.sender.begin(2, 1)
     pair.sender.write(2, [6], [14], ALL)
+    if not is_early:
+        pair.until(lambda: 2 in pair.sent)  # after the permission for 1
+    pair.sender.write(1, [5], [11], ALL)
+    pair.sender.write(1, sources, targets, ALL)
     pair.until(lambda: len(pair.ended) == len(pair.sent) == 2)
     assert (pair.sent[1].outcome, pair.ended[1].outcome) == (Sent.ABORTED, Received.ABORTED)
     assert pair.sender.drops.by_reason == {DropReason.CONTRADICTION: 1}

@@ -8,7 +8,7 @@ from blockyard.services.kv_transfer.host_copies import Words, blocks_of_part
 from blockyard.services.kv_transfer.layout import LayoutPart
 from blockyard.services.kv_transfer.protocol.drops import DropReason
 from blockyard.services.kv_transfer.protocol.events import Received, Sent
-from blockyard.services.kv_transfer.protocol.outgoing import BlockWrite
+from blockyard.services.kv_transfer.protocol.outgoing import BlockWrite, OutgoingTransfers
 
 ALL = range(MIXED.num_layers)
 
@@ -41,15 +41,14 @@ def test_the_heads_of_both_arrive(rank_pair: Pair) -> None:
     assert not pair.receiver.drops.by_reason and not pair.sender.drops.by_reason
 
 
-def test_damage_of_some_heads_is_seen(rank_pair: Pair) -> None:
-    pair, transfers = rank_pair, rank_pair.sender._transfers
-    on_written = transfers.on_written
+def test_damage_of_some_heads_is_seen(rank_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, on_written = rank_pair, OutgoingTransfers.on_written
 
-    def on_damaged(write: BlockWrite, sums: Words | None) -> bool:
+    def on_damaged(transfers: OutgoingTransfers, write: BlockWrite, sums: Words | None) -> bool:
         assert sums is not None
-        return on_written(write, sums + np.uint64(write.number == 1))
+        return on_written(transfers, write, sums + np.uint64(write.number == 1))
 
-    transfers.on_written = on_damaged  # type: ignore[method-assign]
+    monkeypatch.setattr(OutgoingTransfers, "on_written", on_damaged)
     for number in (1, 2):
         pair.begin(number, [number])
         pair.sender.write(number, [number], [number], ALL)

@@ -64,7 +64,8 @@ def test_outputs_and_arguments() -> None:
         assert (call.priority, call.truncate_prompt_tokens, call.is_single) == (-3, 7, True)
         several = await asyncio.gather(*(rig.encode(f"r{i}", f"text {i}") for i in range(20)))
         assert [one.outputs.data.tolist() for [one] in several] == [vector_of(f"text {i}") for i in range(20)]
-        assert await rig.engine.get_supported_tasks() == ("embed",) and rig.engine._requests == {}
+        assert await rig.engine.get_supported_tasks() == ("embed",)
+        assert len(await rig.encode("first")) == 1, "its name is free again"
         [rewards] = await Rig(REWARD).encode("rewards")
         assert rewards.outputs.data.shape == (3, 2)
 
@@ -92,7 +93,7 @@ def test_what_is_refused(fields: dict[str, Any], said: str) -> None:
         rig = Rig(EMBED)
         with pytest.raises(RequestError, match=said):
             await rig.encode(**{"name": "wrong"} | fields)
-        assert rig.engine._requests == {}
+        assert len(await rig.encode("wrong")) == 1, "its name is free"
 
     run(scene())
 
@@ -107,7 +108,9 @@ def test_an_abort_yields_an_empty_output() -> None:
         [output] = await task
         assert (output.request_id, output.finished, output.outputs.data.shape) == ("slow", True, (0,))
         await asyncio.sleep(0.01)
-        assert rig.fake.num_dropped == 1 and rig.engine._requests == {}
+        assert rig.fake.num_dropped == 1
+        rig.fake.answers.set()
+        assert len(await rig.encode("slow")) == 1, "its name is free again"
 
     run(scene())
 
@@ -120,7 +123,9 @@ def test_a_task_that_is_cancelled_ends_its_request() -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         await asyncio.sleep(0.01)
-        assert rig.fake.num_dropped == 1 and rig.engine._requests == {}
+        assert rig.fake.num_dropped == 1
+        rig.fake.answers.set()
+        assert len(await rig.encode("left")) == 1, "its name is free again"
 
     run(scene())
 

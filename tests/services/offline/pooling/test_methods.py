@@ -29,13 +29,19 @@ class FakeLLM(PoolingMethods):
         self.fake = FakePooling(self.card)
         self.threads = concurrent.futures.ThreadPoolExecutor()
         self.batches: list[PoolingBatch] = []
+        self.loops: list[asyncio.AbstractEventLoop] = []  # of the batches
         session = SimpleNamespace(card=self.card, submit_batch=self.submit_batch)
         self._running: Any = SimpleNamespace(session=session)
 
     def submit_batch(self, make: Callable[[str, Any], PoolingBatch]) -> tuple[PoolingBatch, Any]:
         batch = make("llm1", SimpleNamespace(pooling=self.fake, clock=time.monotonic))
         self.batches.append(batch)
-        return batch, self.threads.submit(lambda: asyncio.run(batch.run()))
+        return batch, self.threads.submit(self.run, batch)
+
+    def run(self, batch: PoolingBatch) -> None:
+        with asyncio.Runner() as runner:
+            self.loops.append(runner.get_loop())
+            runner.run(batch.run())
 
 
 @pytest.fixture
@@ -122,21 +128,14 @@ def test_a_full_queue_is_asked_again(make) -> None:
 def test_a_batch_is_aborted_with_the_reason(make) -> None:
     llm = make(EMBED)
     error = RequestError("asleep", status=503)
-    llm.embed("abc", use_tqdm=False)
-    with pytest.raises(RequestError) as caught:
-        asyncio.run(aborted_with(llm, error))
-    assert caught.value is error and llm.fake.num_dropped == 1
-
-
-async def aborted_with(llm: FakeLLM, error: RequestError) -> None:
     llm.fake.answers.clear()
-    batch = PoolingBatch("b", llm.batches[0]._job, SimpleNamespace(pooling=llm.fake, clock=time.monotonic))
-    llm.fake.calls.clear()
-    running = asyncio.ensure_future(batch.run())
+    waiting = llm.threads.submit(lambda: llm.embed("abc", use_tqdm=False))
     while not llm.fake.calls:
-        await asyncio.sleep(0)
-    batch.abort(error)
-    await running
+        time.sleep(0.005)
+    llm.loops[0].call_soon_threadsafe(llm.batches[0].abort, error)
+    with pytest.raises(RequestError) as caught:
+        waiting.result()
+    assert caught.value is error and llm.fake.num_dropped == 1
 
 
 def test_parameters_reach_the_ring(make) -> None:

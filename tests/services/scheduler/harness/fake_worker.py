@@ -242,10 +242,10 @@ class WaitingBatch(MockBatch):
         self.waiting.clear()
         return super().step(plan)
 
-    def _run(self, run: SlotRun) -> SlotResult | None:
+    def run_slot(self, run: SlotRun) -> SlotResult | None:
         slot = self.slots.get(run.slot)
         if slot is None or slot.finished or not self._waits(run, slot):
-            return super()._run(run)
+            return super().run_slot(run)
         self.waiting.add(run.slot)
         begin, end = slot.num_computed, slot.num_tokens
         self.kv.write(slot.blocks, begin, end, slot.tokens)

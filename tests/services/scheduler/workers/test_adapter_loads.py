@@ -5,6 +5,7 @@ import pytest
 
 from blockyard.services.gpu_worker.mock.adapters import BROKEN, mock_digest
 from blockyard.services.scheduler.admission.request_handler import MAX_SILENCE_S
+from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.from_config import settings_of
 from blockyard.shared.config.services.lora import AdapterSettings, AdapterSource
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
@@ -381,6 +382,12 @@ def test_a_worker_with_other_bytes_does_not_serve_the_name(caplog: pytest.LogCap
     assert set(plans) == {first.incarnation}
 
 
+def can_start(world: World, group: WorkerGroup, name: str) -> bool:
+    adapter = world.core.adapters.named(name)
+    assert adapter is not None
+    return group.adapters.can_start(adapter.number)
+
+
 def test_a_place_that_was_closed_opens_again_once_nothing_waits_for_it() -> None:
     world = make(places=2, host=3, adapters=3, max_num_seqs=6)
     [worker], [group] = world.workers.values(), world.core.groups.values()
@@ -393,14 +400,14 @@ def test_a_place_that_was_closed_opens_again_once_nothing_waits_for_it() -> None
         world.work(worker)
     world.now += 2.1
     world.turn()
-    assert [place.closed_s for place in group.adapters._places] == [world.now, None]
+    assert not can_start(world, group, "a0") and can_start(world, group, "a1")
     [gateway] = world.gateways.values()
     gateway.journals["3"].cancelled = True
     world.tell(gateway.incarnation, Cancel(frame.request_id, 0))
     submit(world, "4", "a0", 8)
     for _ in range(4):
         world.work(worker)
-    assert "4" in {running.sequence.request.id for running in group.running}
+    assert "4" in {running.sequence.request.id for running in group.running} and can_start(world, group, "a0")
     world.settle()
     world.check_outputs()
 

@@ -1,13 +1,19 @@
 """Instructions between turns: they stay in place, or join a neighbour, and prompts stay prefixes of each other."""
 
 import random
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 
+from blockyard.services.tokenizer_pool.chats import chat_template
 from blockyard.services.tokenizer_pool.chats.chat_template import Chat, ChatTemplates
-from blockyard.services.tokenizer_pool.chats.instruction_turns import InstructionTurns, place_instructions
+from blockyard.services.tokenizer_pool.chats.instruction_turns import (
+    InstructionTurns,
+    place_instructions,
+    probe_template,
+)
 
 ANY_ROLE = """\
 {%- for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}[{{ c.function.name }}]\
@@ -94,9 +100,15 @@ def render(template: str, messages: list[dict[str, Any]]) -> str:
 
 def roles(template: str, messages: list[dict[str, Any]]) -> list[tuple[str, Any]]:
     """Roles and contents of the messages that the template gets."""
-    templates = templates_of(template)
-    compiled = templates._compile(template, "messages")
-    placed = place_instructions(messages, lambda: templates._turns(compiled, compiled.style))
+    placed: list[dict[str, Any]] = []
+
+    def place(messages: list[dict[str, Any]], turns: Callable[[], InstructionTurns]) -> list[dict[str, Any]]:
+        placed[:] = place_instructions(messages, turns)
+        return placed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat_template, "place_instructions", place)
+        render(template, messages)
     return [(message["role"], message["content"]) for message in placed]
 
 
@@ -112,11 +124,21 @@ def roles(template: str, messages: list[dict[str, Any]]) -> list[tuple[str, Any]
     ],
     ids=["any role", "qwen", "head alone", "alternating", "within", "parts"],
 )
-def test_probes_find_what_a_template_renders_as_a_turn(template: str, between: dict[str, str]) -> None:
-    templates = templates_of(template)
-    compiled = templates._compile(template, "messages")
-    assert templates._turns(compiled, compiled.style).between == between
-    assert templates._turns(compiled, compiled.style) is templates._turns(compiled, compiled.style)
+def test_probes_find_what_a_template_renders_as_a_turn(
+    template: str, between: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[InstructionTurns] = []
+
+    def probe(render: Callable[[list[dict[str, Any]]], str]) -> InstructionTurns:
+        found.append(probe_template(render))
+        return found[-1]
+
+    monkeypatch.setattr(chat_template, "probe_template", probe)
+    templates = ChatTemplates({"default": template}, {})
+    for _ in range(2):
+        templates.render(Chat([user("u"), said("i")], [], {}, None, True, False))
+    [turns] = found
+    assert turns.between == between
 
 
 def test_a_template_is_not_probed_for_conversations_without_instructions_between() -> None:

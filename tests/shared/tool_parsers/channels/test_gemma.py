@@ -1,6 +1,7 @@
 import pytest
 from recorded_answers import Answer, call, check_answer, check_held_back, check_mutations, content, tool_reader
 
+from blockyard.shared.output_parsing.parts import Part
 from blockyard.shared.tool_parsers.channels.gemma import FUNCTIONGEMMA, GEMMA4
 from blockyard.shared.tool_parsers.interface import ToolFormat
 
@@ -63,7 +64,7 @@ def answers(tool_format: ToolFormat) -> list[Answer]:
         Answer(
             one.name,
             spelt(one.text, tool_format),
-            tuple(part._replace(text=spelt(part.text, tool_format)) for part in one.parts),
+            tuple(Part(part.kind, spelt(part.text, tool_format)) for part in one.parts),
         )
         for one in ANSWERS
     ]

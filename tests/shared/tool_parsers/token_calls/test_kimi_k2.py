@@ -25,7 +25,7 @@ def with_ids(answer: Answer) -> Answer:
     parts, index = list(answer.parts), 0
     for i, part in enumerate(parts):
         if part.kind == PartKind.CALL:
-            parts[i] = part._replace(call_id=f"functions.{part.text}:{index}")
+            parts[i] = Part(part.kind, part.text, f"functions.{part.text}:{index}")
             index += 1
     return Answer(answer.name, answer.text, tuple(parts))
 

@@ -2,6 +2,7 @@ import pytest
 from recorded_answers import Answer, call, check_answer, check_held_back, check_mutations, content, tool_reader
 from tagged_answers import PARIS, Values, tagged_answers
 
+from blockyard.shared.output_parsing.parts import Part
 from blockyard.shared.output_parsing.reader import read_all
 from blockyard.shared.tool_parsers.xml_calls.families import DEEPSEEK_V4, DEEPSEEK_V32, DSML
 
@@ -73,7 +74,7 @@ def test_answers_have_their_parts(answer: Answer) -> None:
 def test_the_later_version_has_another_block() -> None:
     for answer in ANSWERS:
         text = answer.text.replace("function_calls>", "tool_calls>")
-        expected = [part._replace(text=part.text.replace("function_calls>", "tool_calls>")) for part in answer.parts]
+        expected = [Part(part.kind, part.text.replace("function_calls>", "tool_calls>")) for part in answer.parts]
         assert read_all(tool_reader(DEEPSEEK_V4), text) == expected
 
 

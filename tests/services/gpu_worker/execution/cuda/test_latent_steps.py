@@ -91,7 +91,7 @@ def compare_with_the_cpu(name: str, depth: int, tmp_path: Path, *batches: tuple[
         assert isinstance(steps, cuda_steps.CudaSteps)
         while not eager and steps.idle():
             pass
-        assert eager or (steps.graphs._problem, steps.decodes.capture_error) == ("", "")
+        assert eager or (steps.graphs.capture_error, steps.decodes.capture_error) == ("", "")
         for chunk in (10**6, 24):
             got = [one for lengths in batches for one in outputs(runner, lengths, 40, depth=depth, chunk=chunk)]
             for i, ((prompt, expected), (_, tokens)) in enumerate(zip(want, got, strict=True)):

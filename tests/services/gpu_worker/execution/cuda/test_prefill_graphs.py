@@ -172,7 +172,7 @@ def test_numbers_of_steps_wrap_around(runner: Runner, last: int) -> None:
     while graphs.capture_one():
         pass
     assert outputs(runner, 5, 4, 3) == expected
-    assert ring.step > last + 12 and graphs.captured == 1.0 and graphs._problem == ""
+    assert ring.step > last + 12 and graphs.captured == 1.0 and graphs.capture_error == ""
 
 
 def test_no_size_is_captured_beside_steps(runner: Runner) -> None:
@@ -311,7 +311,7 @@ def test_on_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         while steps.idle():
             pass
     ties.check()
-    assert (steps.graphs._problem, steps.captured) == ("", 1.0)
+    assert (steps.graphs.capture_error, steps.captured) == ("", 1.0)
     assert len(steps.graphs._graphs) > 10
 
 

@@ -191,12 +191,14 @@ def test_any_steps(model: Model, steps: list[tuple[int, int, int]]) -> None:
     sizes, _ = captured(model, most=2)
     for decodes, fresh, prefills in steps:
         some = step(decodes, fresh, min(prefills, fresh // 2, 256 - decodes))
-        before = len(sizes.missing)
+        before = sizes.next()
+        num_missing = len(sizes.missing)
         sizes.on_step(some)
-        if sizes._lost_s and (due := sizes.next()) is not None:
-            assert covers(due, some)
+        due = sizes.next()
+        assert due == before or (due is not None and covers(due, some))
+        if due is not None and covers(due, some):
             capture(sizes, model, due)
-            assert len(sizes.missing) == before - 1
+            assert len(sizes.missing) == num_missing - 1
         picked = sizes.pick(some)
         if picked is not None:
             assert covers(picked, some)

@@ -42,16 +42,21 @@ def test_blocks_that_the_library_refuses(monkeypatch: pytest.MonkeyPatch) -> Non
     def refuse(*args: Any, **options: Any) -> Tensor:
         raise RuntimeError("scaled_gemm with 1x128 blockwise scaling is only supported for CUDA 12.9 and above")
 
-    takes = w8a8_products._multiplies_blocks
+    def takes(outs: int, inputs: int, block: int = 128) -> bool:
+        groups = inputs // 128
+        rows = RoundedRows(torch.zeros(4, inputs).to(E4M3), torch.ones(groups, 4).t(), torch.bfloat16)
+        weight = Weight8Bit(torch.zeros(outs, inputs).to(E4M3), torch.ones(-(-outs // block), groups), 128, block)
+        return w8a8_products.has_library(rows, weight)
+
+    capability = w8a8_products.SCALED_ROWS
+    monkeypatch.setattr(w8a8_products, "compute_capability", lambda device: capability, raising=False)
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
-    takes.cache_clear()
-    assert takes(256, 512, 128, torch.device("cpu"))
-    assert not takes(256, 512, 1, torch.device("cpu"))  # scales of rows
-    assert not takes(256, 640, 128, torch.device("cpu"))  # 5 groups
+    assert takes(272, 512)
+    assert not takes(272, 512, block=1)  # scales of rows
+    assert not takes(272, 640)  # 5 groups
     monkeypatch.setattr(torch, "_scaled_mm", refuse)
-    assert takes(256, 512, 128, torch.device("cpu")), "it is asked once"
-    assert not takes(512, 512, 128, torch.device("cpu"))
-    takes.cache_clear()
+    assert takes(272, 512), "it is asked once"
+    assert not takes(528, 512)
 
 
 @pytest.mark.parametrize("outputs", [1, 128, 200, 384])
