@@ -16,8 +16,8 @@ from torch import Tensor
 from blockyard.services.gpu_worker.loading.weights import FLOATS
 from blockyard.services.gpu_worker.quantization.names import HEAD, NamePatterns, is_left_out
 from blockyard.services.gpu_worker.quantize.rounding import Rounding, config, round_matrix
-from blockyard.shared.config.checkpoint import read_json
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.json_objects import read_json
 from blockyard.shared.quantization import KEY, W4
 
 INDEX = "model.safetensors.index.json"

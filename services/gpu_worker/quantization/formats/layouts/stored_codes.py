@@ -24,7 +24,7 @@ from torch import Tensor
 from blockyard.services.gpu_worker.loading.tensor_groups import StoredTensor
 from blockyard.services.gpu_worker.loading.weights import FLOATS
 from blockyard.services.gpu_worker.quantization.formats.layouts.packing import as_bytes, unpack
-from blockyard.services.gpu_worker.quantization.formats.layouts.settings import SCALES, check_scales, exponents
+from blockyard.services.gpu_worker.quantization.formats.layouts.scales import SCALES, check_scales, exponents
 from blockyard.services.gpu_worker.quantization.kept import act_order, fp8_w8a8, int8_w8a8, table4_a16, w4a16, w8a16
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import E4M3
 from blockyard.services.gpu_worker.quantization.kept.form import KeptForm
