@@ -28,7 +28,7 @@ class Fp8Settings(msgspec.Struct, frozen=True):
             raise ValueError(f"activation_scale_ub {self.activation_scale_ub}: a bound of scales is more than 0")
         if self.is_deepspeed and self.bits != READ_BITS:
             raise ValueError(f"bits {self.bits}: of {DEEPSPEED} only {READ_BITS} are read")
-        check_names([*self.modules_to_not_convert, *self.ignored_layers])
+        check_names(modules_to_not_convert=self.modules_to_not_convert, ignored_layers=self.ignored_layers)
 
     @property
     def is_deepspeed(self) -> bool:
@@ -70,7 +70,11 @@ class ModelOptSettings(Algorithm, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_names(self.left_out)
+        check_names(
+            exclude_modules=self.exclude_modules,
+            ignore=self.ignore,
+            modules_to_not_convert=self.modules_to_not_convert,
+        )
 
     @property
     def left_out(self) -> list[str]:
@@ -83,4 +87,4 @@ class Mxfp4Settings(msgspec.Struct, frozen=True):
     modules_to_not_convert: list[str] = []
 
     def __post_init__(self) -> None:
-        check_names(self.modules_to_not_convert)
+        check_names(modules_to_not_convert=self.modules_to_not_convert)

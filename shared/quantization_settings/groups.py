@@ -84,7 +84,7 @@ class MatrixGroup(msgspec.Struct, frozen=True):
             raise ValueError("weights: strategy 'token' is one of inputs")
         if args is not None and args.type == "float" and args.num_bits not in FLOAT_BITS:
             raise ValueError(f"weights: floats of {args.num_bits} bits; 4 and 8 are read")
-        check_names(self.targets)
+        check_names(targets=self.targets)
 
 
 class SparseWeights(msgspec.Struct, frozen=True):
@@ -126,7 +126,7 @@ class CompressedSettings(msgspec.Struct, frozen=True):
                         f"transform_config: {key}: a transform of the {one.location} of layers; only those of weights "
                         "are read"
                     )
-        check_names(self.ignore)
+        check_names(ignore=self.ignore)
 
     def format_of(self, key: str) -> str:
         """The format of a group."""
@@ -191,4 +191,4 @@ class QuarkSettings(msgspec.Struct, frozen=True):
         if self.layer_type_quant_config:
             named = ", ".join(self.layer_type_quant_config)
             raise ValueError(f"layer_type_quant_config {named}: settings by the class of a layer are not read")
-        check_names([*self.exclude, *self.layer_quant_config])
+        check_names(exclude=self.exclude, layer_quant_config=self.layer_quant_config)

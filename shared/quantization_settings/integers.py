@@ -6,7 +6,7 @@ import msgspec
 
 from blockyard.shared.quantization_settings.reading import (
     Word,
-    check_expressions,
+    check_expression,
     check_names,
     check_rule,
     check_word,
@@ -53,7 +53,7 @@ class GptqSettings(msgspec.Struct, frozen=True):
             raise ValueError(f"bits {self.bits}: weights in Marlin's order have 4")
         own = {"bits": self.bits, "group_size": self.group_size}
         for key, rule in self.dynamic.items():
-            check_expressions([key.removeprefix(LEFT_OUT).removeprefix(CHANGED)])
+            check_expression("dynamic", key.removeprefix(LEFT_OUT).removeprefix(CHANGED), key)
             if not key.startswith(LEFT_OUT):
                 check_rule("dynamic", key, own | (rule or {}), GptqSettings)
 
@@ -92,7 +92,7 @@ class AwqSettings(msgspec.Struct, frozen=True):
             raise ValueError(f"bits {bits}: weights of AWQ have {AWQ_BITS}")
         group_of(self.stated_group, bits)
         check_word("version", self.packing, VERSIONS)
-        check_names(self.modules_to_not_convert)
+        check_names(modules_to_not_convert=self.modules_to_not_convert)
 
     @property
     def stated_group(self) -> int:
@@ -129,7 +129,8 @@ class AutoRoundSettings(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         for key, rule in self.extra_config.items():
-            check_expressions([key] if is_expression(key) else [])
+            if is_expression(key):
+                check_expression("extra_config", key, key)
             check_rule("extra_config", key, self._stated | (rule or {}), AutoRoundSettings)
         if self.bits >= NOT_QUANTIZED:
             return
@@ -179,7 +180,9 @@ class BitsAndBytesSettings(msgspec.Struct, frozen=True):
             raise ValueError("load_in_4bit and load_in_8bit are both true")
         check_word("bnb_4bit_quant_type", self.bnb_4bit_quant_type, TABLES)
         check_word("bnb_4bit_quant_storage", self.bnb_4bit_quant_storage, STORAGES)
-        check_names([*self.llm_int8_skip_modules, *self.modules_to_not_convert])
+        check_names(
+            llm_int8_skip_modules=self.llm_int8_skip_modules, modules_to_not_convert=self.modules_to_not_convert
+        )
 
 
 # HQQ
@@ -217,26 +220,20 @@ class HqqSettings(msgspec.Struct, frozen=True):
     skip_modules: list[str] = []
 
     def __post_init__(self) -> None:
-        check_names(self.skip_modules)
-        if self.is_for_all:
-            convert(self.quant_config, QuantConfig)
-        for tag, one in self._tags.items():
+        check_names(skip_modules=self.skip_modules)
+        for tag, one in self._stated.items():
             check_rule("quant_config", tag, one, QuantConfig)
 
     @property
-    def is_for_all(self) -> bool:
-        return "weight_quant_params" in self.quant_config
+    def _stated(self) -> dict[str, Any]:
+        """By tag; "": of all matrices."""
+        said = self.quant_config
+        return {"": said} if "weight_quant_params" in said else {tag: one for tag, one in said.items() if one}
 
-    @property
-    def _tags(self) -> dict[str, Any]:
-        return {} if self.is_for_all else {tag: one for tag, one in self.quant_config.items() if one}
-
-    def for_all(self) -> WeightParams:
-        """The settings of all matrices, if there are none by tags."""
-        return convert(self.quant_config, QuantConfig).weight_quant_params if self.is_for_all else WeightParams()
-
-    def by_tag(self) -> dict[str, WeightParams]:
-        return {tag: convert(one, QuantConfig).weight_quant_params for tag, one in self._tags.items()}
+    def params(self) -> dict[str, WeightParams]:
+        """By tag; "": of all matrices."""
+        stated = self._stated or {"": {"weight_quant_params": {}}}
+        return {tag: convert(one, QuantConfig).weight_quant_params for tag, one in stated.items()}
 
 
 # formats that are dequantized at load, and experts
@@ -288,4 +285,4 @@ class ExpertsInt8Settings(msgspec.Struct, frozen=True):
     modules_to_not_convert: list[str] = []
 
     def __post_init__(self) -> None:
-        check_names(self.modules_to_not_convert)
+        check_names(modules_to_not_convert=self.modules_to_not_convert)

@@ -31,11 +31,13 @@ def read(said: Mapping[str, Any], struct: type[T], file: str = CONFIG) -> T:
     try:
         return convert(stated(said), struct)
     except ValueError as e:
-        raise ConfigError(f"{file}: {KEY}: {e}") from e
+        raise ConfigError(f"{file}: {f'{KEY}: ' if file == CONFIG else ''}{e}") from e
 
 
-def convert(said: Mapping[str, Any], struct: type[T]) -> T:
+def convert(said: Any, struct: type[T]) -> T:
     """The same for settings of some matrices. Raises ValueError naming field and value."""
+    if not isinstance(said, Mapping):
+        raise ValueError(f"{_show(said)} is no object")
     given = {key: value for key, value in said.items() if value is not None}
     try:
         return msgspec.convert(given, struct, strict=False, dec_hook=_convert_word)
@@ -60,8 +62,12 @@ def _describe(said: Mapping[str, Any], error: msgspec.ValidationError) -> str:
         return f"{path}: {message}"
     for value in _values(said, [one.group(1) or one.group(2) for one in _STEP.finditer(path)]):
         if _JSON_NAMES.get(type(value)) == got.group(1):
-            return f"{path} is {msgspec.json.encode(value).decode()[:_MOST_SHOWN]}: {message}"
+            return f"{path} is {_show(value)}: {message}"
     return f"{path}: {message}"
+
+
+def _show(value: Any) -> str:
+    return msgspec.json.encode(value).decode()[:_MOST_SHOWN]
 
 
 def _values(value: Any, path: list[str]) -> Iterable[Any]:
@@ -78,26 +84,28 @@ def _values(value: Any, path: list[str]) -> Iterable[Any]:
         yield from _values(one, rest)
 
 
-def check_rule(field: str, name: str, said: Mapping[str, Any], struct: type[msgspec.Struct]) -> None:
-    """Raises ValueError if settings of some matrices are wrong. field, name: where the file has them."""
+def check_rule(field: str, name: str, said: Any, struct: type[msgspec.Struct]) -> None:
+    """Raises ValueError if settings of some matrices are wrong. field, name: where the file has them; "": of all."""
     try:
         convert(said, struct)
     except ValueError as e:
-        raise ValueError(f"{field} {name!r}: {e}") from e
+        raise ValueError(f"{field} {name!r}: {e}" if name else f"{field}: {e}") from e
 
 
-def check_expressions(expressions: Iterable[str]) -> None:
-    """Raises ValueError for a regular expression that is none."""
-    for one in expressions:
-        try:
-            re.compile(one)
-        except re.error as e:
-            raise ValueError(f"{one!r} is not a regular expression: {e}") from e
+def check_expression(field: str, text: str, shown: str) -> None:
+    """Raises ValueError for a regular expression that is none. shown: as the file has it."""
+    try:
+        re.compile(text)
+    except re.error as e:
+        raise ValueError(f"{field} {shown!r} is not a regular expression: {e}") from e
 
 
-def check_names(names: Iterable[str]) -> None:
-    """Raises ValueError for a name that begins as a regular expression and is none."""
-    check_expressions(name.removeprefix(REGEX) for name in names if name.startswith(REGEX))
+def check_names(**lists: Iterable[str]) -> None:
+    """Raises ValueError for a name that begins as a regular expression and is none. lists: by the names of fields."""
+    for field, names in lists.items():
+        for name in names:
+            if name.startswith(REGEX):
+                check_expression(field, name.removeprefix(REGEX), name)
 
 
 def check_word(field: str, value: str, known: Iterable[str]) -> None:

@@ -58,7 +58,8 @@ class HqqScheme:
         """dtype: of the model. Raises ConfigError for settings that it does not know."""
         settings = read(said, HqqSettings)
         self._dtype, self._left_out = dtype, NamePatterns(settings.skip_modules)
-        self._for_all, self._by_tag = settings.for_all(), SettingsByName(settings.by_tag())
+        params = settings.params()
+        self._for_all, self._by_tag = params.pop("", None), SettingsByName(params)
 
     def patterns(self) -> list[NamesOfFile]:
         return [self._left_out, self._by_tag]
