@@ -80,7 +80,7 @@ class AwqScheme:
 
 
 def _gemm(matrix: Matrix, own: Integers, dtype: torch.dtype) -> StoredMatrix:
-    check_sizes(matrix, outputs=CODES_OF_WORD)
+    check_sizes(matrix, inputs=2, outputs=CODES_OF_WORD)  # of which a byte has two
     groups, words = own.num_groups(matrix.inputs), matrix.outputs // CODES_OF_WORD
     tensors = {
         CODES: matrix.stored(CODES, (matrix.inputs, words), WORDS),
@@ -90,7 +90,7 @@ def _gemm(matrix: Matrix, own: Integers, dtype: torch.dtype) -> StoredMatrix:
 
     def to_kept(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         zeros = _in_turn(tensors[ZEROS]).t() if ZEROS in tensors else None
-        return _kept(matrix, own, pack(_in_turn(tensors[CODES]).t(), AWQ_BITS), tensors[SCALES].t(), zeros)
+        return _kept(matrix, own, _packed_rows(tensors[CODES]), tensors[SCALES].t(), zeros)
 
     return stored_matrix(matrix, own, dtype, tensors, to_kept)
 
@@ -99,6 +99,15 @@ def _in_turn(words: Tensor) -> Tensor:
     """Words [rows, outputs / 8] of gemm -> codes [rows, outputs]."""
     halves = torch.unflatten(unpack(as_bytes(words), AWQ_BITS), -1, (-1, 2, CODES_OF_WORD // 2))
     return halves.mT.flatten(1)
+
+
+def _packed_rows(words: Tensor) -> Tensor:
+    """The same, packed along the inputs: bytes uint8 [outputs, inputs / 2]. No code is unpacked into its own byte."""
+    parts = torch.unflatten(as_bytes(words), 1, (-1, CODES_OF_WORD // 2))  # [inputs, words, bytes of a word]
+    even, odd = parts[::2], parts[1::2]
+    both = torch.stack((even & 15 | odd << 4, even >> 4 | odd & 240), -1)
+    # the number of an output in its word, in bits: the lower one of the byte's, the half of the byte, the upper one
+    return torch.unflatten(both, 2, (2, 2)).permute(1, 3, 4, 2, 0).reshape(-1, len(even))
 
 
 def _gemv(matrix: Matrix, own: Integers, dtype: torch.dtype) -> StoredMatrix:

@@ -143,9 +143,12 @@ class BitsAndBytesScheme:
         if state.blocksize % group or len(scales) != -(-count // state.blocksize):
             raise LoadError(f"{name}: {len(scales)} scales for blocks of {state.blocksize} of {count} numbers")
         scales = scales.repeat_interleave(state.blocksize // group)[: count // group].view(matrix.outputs, -1)
-        packed = tensors[WEIGHT].contiguous().view(torch.uint8).flatten()
-        codes = torch.stack((packed >> 4, packed & 15), -1).flatten()[:count].view(shape)
-        return {table4_a16.CODES: pack(codes), table4_a16.SCALES: scales}
+        packed = tensors[WEIGHT].contiguous().view(torch.uint8).flatten()[: -(-count // 2)]
+        if matrix.inputs % 2 == 0:
+            codes = (packed >> 4 | packed << 4).view(matrix.outputs, -1)
+        else:  # a byte has codes of two rows
+            codes = pack(torch.stack((packed >> 4, packed & 15), -1).flatten()[:count].view(shape))
+        return {table4_a16.CODES: codes, table4_a16.SCALES: scales}
 
     def _rounded(self, matrix: Matrix) -> StoredMatrix:
         tensors = {WEIGHT: matrix.stored(WEIGHT, matrix.stored_shape, FLOATS)}
