@@ -46,7 +46,9 @@ TABLE = (
     QuantizationName("bitblas", refused="needs the kernels of BitBLAS; gptq reads the same weights"),
     QuantizationName("bitsandbytes", module="bitsandbytes", of_16_bits=NF4),
     QuantizationName("compressed-tensors", module="compressed_tensors"),
-    QuantizationName("deepspeedfp", module="fp8", alias_of=("fp8",), of_16_bits=_fp8(), note="8 bits"),
+    QuantizationName(
+        "deepspeedfp", module="fp8", alias_of=("fp8",), of_16_bits={"quant_method": "deepspeedfp"}, note="8 bits"
+    ),
     QuantizationName(
         "experts_int8",
         module="experts_int8",
@@ -85,7 +87,6 @@ TABLE = (
     QuantizationName("tpu_int8", refused=FOREIGN),
 )
 NAMES = {one.name: one for one in TABLE}
-_SPELLINGS = {one.name.replace("_", "-"): one for one in TABLE}
 READ = tuple(one.name for one in TABLE if one.module)  # values of `quant_method`
 
 
@@ -111,6 +112,12 @@ def _said_method(said: Mapping[str, Any]) -> Any:
     return method
 
 
+def _find_spelled(method: str) -> QuantizationName | None:
+    """Files write names in any case, and with either dash."""
+    spelled = method.strip().lower().removeprefix(VENDOR).replace("_", "-")
+    return next((one for name, one in NAMES.items() if name.replace("_", "-") == spelled), None)
+
+
 def quantization_method(config: Mapping[str, Any], file: str = CONFIG) -> QuantizationName | None:
     """Returns the method that quantization_config of config.json names. None: weights are not quantized.
 
@@ -120,9 +127,7 @@ def quantization_method(config: Mapping[str, Any], file: str = CONFIG) -> Quanti
     if not said:
         return None
     method = _said_method(said) if isinstance(said, Mapping) else None
-    found = None
-    if isinstance(method, str):
-        found = _SPELLINGS.get(method.strip().lower().replace("_", "-").removeprefix(VENDOR))
+    found = _find_spelled(method) if isinstance(method, str) else None
     if found is not None and not found.module and found.of_16_bits is None and len(found.alias_of) == 1:
         found = NAMES[found.alias_of[0]]
     if found is not None and found.module:
