@@ -151,9 +151,10 @@ def has_fp8_kv(said: Mapping[str, Any]) -> bool:
     said = stated(said)
     scheme = said.get("kv_cache_scheme")
     if isinstance(scheme, Mapping):
-        if scheme.get("strategy") == "attn_head":
+        words = {key: str(value).lower() for key, value in scheme.items()}
+        if words.get("strategy") == "attn_head":
             raise ConfigError(f"config.json: {KEY}: kv_cache_scheme has scales of heads; one scale of a layer is read")
-        return scheme.get("num_bits") == 8 and scheme.get("type") == "float"
+        return words.get("num_bits") in ("8", "8.0") and words.get("type") == "float"
     algo = said.get("kv_cache_quant_algo")
     return isinstance(algo, str) and algo.upper() == "FP8"
 
