@@ -2,10 +2,11 @@
 
     PYTHONPATH=.src python -P tests/bench/worker/bench_quantized_start.py FOLDER [--model llama-3.1-8b] [--keep gptq]
 
-Random checkpoints of the model's shape are written to FOLDER, which for the default takes 28 GB: safetensors in shards
-of 5 GB with an index, config.json and a tokenizer, each in a folder of its own that stays if `--keep` names it. They
-are in the page cache, so that disks are not measured. Each is then loaded three times in turn by the worker's own code,
-from the headers to prepared weights on the device, in a process for each load. Kernels are neither compiled nor tuned.
+Random checkpoints of the model's shape are written to FOLDER, which for the default takes 28 GB (/dev/shm will do):
+safetensors in shards of 5 GB with an index, config.json and a tokenizer, each in a folder of its own that stays if
+`--keep` names it; with `--write-only` nothing is measured. They are in the page cache, so that disks are not measured.
+Each is then loaded three times in turn by the worker's own code, from config.json to prepared weights on the device, in
+a process for each load. Kernels are neither compiled nor tuned.
 """
 
 import argparse
@@ -165,7 +166,7 @@ def load_once(folder: Path, overrides: str, device: str, dtype: str, threads: in
     notes: list[str] = []
     report = StartReport(lambda phase, done, lines: notes.__setitem__(slice(None), lines))
     backend = pick_backend(device)
-    backend.set_up(threads, None)
+    torch.set_num_threads(threads)
     torch.zeros(1, device=backend.device)  # the device's context
     backend.link.synchronize()
     began = time.perf_counter()
