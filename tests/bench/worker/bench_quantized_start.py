@@ -119,7 +119,7 @@ def write_checkpoint(folder: Path, said: dict[str, Any], blocks: RandomBlocks) -
             begin = 0
         shards[-1].append(Written(name, place.shape, dtype, begin))
     group = said["group_size"] if said.get("sym") else 0
-    index = {}
+    index: dict[str, str] = {}
     for i, shard in enumerate(shards):
         file = folder / f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
         write_shard(file, shard, blocks, group)
@@ -144,7 +144,7 @@ def write_shard(file: Path, shard: list[Written], blocks: RandomBlocks, group: i
         out.flush()
 
         def write(one: Written) -> None:
-            data, start = memoryview(blocks.of(one, group).numpy()), 8 + len(encoded) + one.begin
+            data, start = blocks.of(one, group).numpy().data, 8 + len(encoded) + one.begin
             for done in range(0, one.size_bytes, len(data)):
                 write_all(out.fileno(), data[: one.size_bytes - done], start + done)
 
@@ -157,7 +157,7 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
         data, offset = data[count:], offset + count
 
 
-def load_once(folder: Path, overrides: str, device: str, dtype: str, threads: int) -> Iterator[str]:
+def load_once(folder: Path, overrides: str, device: Any, dtype: Any, threads: int) -> Iterator[str]:
     """Loads the weights in this process. Yields seconds until they are on the device and prepared, then notes."""
     process = ProcessConfig(name="bench", bus=BusConfig(registry="ipc:///unused", bind="ipc:///unused"))
     config = WorkerConfig(

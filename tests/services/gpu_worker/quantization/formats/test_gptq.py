@@ -292,3 +292,18 @@ def test_older_files_say_it_in_a_file_of_their_own(tmp_path: Path) -> None:
     overrides = json.dumps({"quantization_config": found})
     packed = start(made.packed, max_model_len=64, config_overrides=overrides)
     torch.testing.assert_close(logits(packed), logits(start(made.plain, max_model_len=64)), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("names", [("", ""), ("", "language_model."), ("model.", "model.language_model.")])
+def test_a_text_part_may_say_it(tmp_path: Path, names: tuple[str, str]) -> None:
+    """names: what the names of weights begin with in place of what."""
+    said = {"dynamic": {r"-:model\.language_model\.layers\.0\..*q_proj": {}}}
+    made = write_gptq(tmp_path, "llama", Layout(), {"layers.0.self_attn.q_proj": None}, **said)
+    text = json.loads((made.packed / "config.json").read_text())
+    config = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text | {"model_type": "mistral"}}
+    (made.packed / "config.json").write_text(json.dumps(config))
+    tensors = load_file(made.packed / "model.safetensors")
+    before, now = names
+    renamed = {now + one.removeprefix(before) if one.startswith(before) else one: tensors[one] for one in tensors}
+    save_file(renamed, made.packed / "model.safetensors")
+    check_logits(made)
