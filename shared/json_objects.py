@@ -2,9 +2,12 @@
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from blockyard.shared.errors import ConfigError
 
 _TAG = "__float__"  # transformers writes a number that JSON lacks as {"__float__": "Infinity"}
 _TAGGED = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
@@ -17,6 +20,16 @@ def decode_object(data: bytes) -> dict[str, Any]:
     except (msgspec.DecodeError, RecursionError) as e:
         found = _decode_as_python(data, e)
     return _replace_tags(found) if _TAG.encode() in data else found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns a JSON object from a file. Raises ConfigError naming it."""
+    try:
+        return decode_object(path.read_bytes())
+    except OSError as e:
+        raise ConfigError(f"cannot read {path}: {e.strerror}") from e
+    except ValueError as e:
+        raise ConfigError(f"{path} is not a JSON object: {e}") from e
 
 
 def merge_patch(base: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:

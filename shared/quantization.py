@@ -14,13 +14,14 @@ from blockyard.shared.errors import ConfigError
 GGUF = "gguf"
 AT_LOAD = "dequantized at load"
 FOREIGN = "needs hardware that this project does not support"
-KEY = "quantization_config"
+KEY, CONFIG = "quantization_config", "config.json"
+_MOST_SHOWN = 80  # characters of a value
 VENDOR = "intel/"  # in front of auto-round in older files
 FP8, FP8_BLOCK, INT8, W4 = QUANTIZED_TO = ("fp8", "fp8-block", "int8", "w4")  # by `blockyard quantize`
 
 
 class QuantizationName(msgspec.Struct, frozen=True):
-    """One name. It is refused, or has a module, or is an alias of names that have one; marlin is both."""
+    """One name. It is refused, or has a module, or is an alias of names that have one; some are both."""
 
     name: str
     module: str = ""  # of its format in `gpu_worker.quantization.formats`
@@ -45,7 +46,9 @@ TABLE = (
     QuantizationName("bitblas", refused="needs the kernels of BitBLAS; gptq reads the same weights"),
     QuantizationName("bitsandbytes", module="bitsandbytes", of_16_bits=NF4),
     QuantizationName("compressed-tensors", module="compressed_tensors"),
-    QuantizationName("deepspeedfp", alias_of=("fp8",), of_16_bits=_fp8(), note="8 bits"),
+    QuantizationName(
+        "deepspeedfp", module="fp8", alias_of=("fp8",), of_16_bits={"quant_method": "deepspeedfp"}, note="8 bits"
+    ),
     QuantizationName(
         "experts_int8",
         module="experts_int8",
@@ -92,27 +95,52 @@ def refusals() -> dict[str, str]:
     return {one.name: one.refused for one in TABLE if one.refused}
 
 
-def quantization_method(config: Mapping[str, Any]) -> QuantizationName | None:
+def stated(said: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns quantization_config with the fields of the object in which ModelOpt has them."""
+    inner = said.get("quantization")
+    return {**said, **inner} if isinstance(inner, Mapping) else said
+
+
+def _said_method(said: Mapping[str, Any]) -> Any:
+    """The method by `quant_method`, or by what files without it have: those of ModelOpt name their producer, and older
+    ones of bitsandbytes a number of bits."""
+    producer, method = said.get("producer"), said.get("quant_method")
+    if method is None and isinstance(producer, Mapping):
+        return producer.get("name")
+    if method is None and (said.get("load_in_4bit") or said.get("load_in_8bit")):
+        return "bitsandbytes"
+    return method
+
+
+def _find_spelled(method: str) -> QuantizationName | None:
+    """Files write names in any case, and with either dash."""
+    spelled = method.strip().lower().removeprefix(VENDOR).replace("_", "-")
+    return next((one for name, one in NAMES.items() if name.replace("_", "-") == spelled), None)
+
+
+def quantization_method(config: Mapping[str, Any], file: str = CONFIG) -> QuantizationName | None:
     """Returns the method that quantization_config of config.json names. None: weights are not quantized.
 
-    Raises ConfigError for a method that is refused or unknown, or not said.
+    file: that has it. Raises ConfigError for a method that is refused or unknown, or not said.
     """
     said = config.get(KEY)
     if not said:
         return None
-    method = said.get("quant_method") if isinstance(said, Mapping) else None
-    found = NAMES.get(method.lower().removeprefix(VENDOR)) if isinstance(method, str) else None
+    method = _said_method(said) if isinstance(said, Mapping) else None
+    found = _find_spelled(method) if isinstance(method, str) else None
     if found is not None and not found.module and found.of_16_bits is None and len(found.alias_of) == 1:
         found = NAMES[found.alias_of[0]]
     if found is not None and found.module:
         return found
-    if method is None:
+    if not isinstance(said, Mapping):
+        what = f"is {str(said)[:_MOST_SHOWN]!r}, and no object"
+    elif method is None:
         what = "has no quant_method"
     else:
         refused = found.refused if found is not None else ""
         what = f"has quant_method {method!r}, which is {f'refused: {refused}' if refused else 'not supported'}"
     raise ConfigError(
-        f"config.json: {KEY} {what}; supported: {', '.join(READ)}; without quantization: "
+        f"{file}: {KEY} {what}; supported: {', '.join(READ)}; without quantization: "
         f"""--hf-overrides '{{"{KEY}": null}}'"""
     )
 
@@ -120,13 +148,13 @@ def quantization_method(config: Mapping[str, Any]) -> QuantizationName | None:
 def has_fp8_kv(said: Mapping[str, Any]) -> bool:
     """Whether quantization_config says that the KV cache has 8-bit floats: compressed-tensors' `kv_cache_scheme`,
     modelopt's `kv_cache_quant_algo`. Raises ConfigError for one that no pool has."""
-    inner = said.get("quantization")  # modelopt's, in config.json as in its own file
-    said = {**said, **inner} if isinstance(inner, Mapping) else said
+    said = stated(said)
     scheme = said.get("kv_cache_scheme")
     if isinstance(scheme, Mapping):
-        if scheme.get("strategy") == "attn_head":
+        words = {key: str(value).lower() for key, value in scheme.items()}
+        if words.get("strategy") == "attn_head":
             raise ConfigError(f"config.json: {KEY}: kv_cache_scheme has scales of heads; one scale of a layer is read")
-        return scheme.get("num_bits") == 8 and scheme.get("type") == "float"
+        return words.get("num_bits") in ("8", "8.0") and words.get("type") == "float"
     algo = said.get("kv_cache_quant_algo")
     return isinstance(algo, str) and algo.upper() == "FP8"
 

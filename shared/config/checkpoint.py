@@ -1,6 +1,5 @@
 """The JSON files of a model folder, and the settings that follow from them."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +8,13 @@ import msgspec
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.config.services.lora import AdapterSource
 from blockyard.shared.config.services.worker import DUMMY_FORMATS
+from blockyard.shared.config.text_part import text_patch
 from blockyard.shared.config.worker_fields import on_gpu
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.json_objects import decode_object, merge_patch
+from blockyard.shared.json_objects import merge_patch, read_json
 from blockyard.shared.messages import SamplingDefaults
-from blockyard.shared.quantization import GGUF, KEY, NAMES, quantization_method, settle_quantization
+from blockyard.shared.quantization import CONFIG, GGUF, KEY, NAMES, settle_quantization
+from blockyard.shared.quantization_settings import table
 
 UNSAID_WINDOWS = {  # sliding window in tokens, for a config.json without one
     "Cohere2ForCausalLM": 4096,
@@ -40,50 +41,11 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any] = {}
     generation: dict[str, Any] = {}
     revision: str = ""
-    quantization: dict[str, Any] = {}  # quantization_config by another file than config.json, see `read_quantization`
+    quantization: dict[str, Any] = {}  # quantization_config by another file than config.json
+    quantization_file: str = CONFIG  # that has it
+    quantization_notes: list[str] = []  # see `quantization_files`
     config_path: Path | None = None  # folder of config.json, if it is not `path`
     adapters: list[AdapterSource] = []  # that a server begins with, with the paths of their folders
-
-
-# files beside config.json that say how weights are quantized -> `quant_method`, where they do not say it
-_QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-
-
-def read_quantization(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns quantization_config of a model folder that does not have it in config.json; {}: nothing says so.
-
-    Older files of GPTQ, AWQ and modelopt are of their own, and compressed-tensors had another key. A folder may have
-    weights in a .gguf file alone. Raises ConfigError.
-    """
-    if config.get(KEY):
-        return {}
-    older = config.get("compression_config")
-    if isinstance(older, dict):
-        return {"quant_method": "compressed-tensors"} | older
-    for name, method in _QUANTIZATION_FILES.items():
-        if (path / name).is_file():
-            said = read_json(path / name)
-            inner = said.get("quantization")  # modelopt's, beside its version
-            return {"quant_method": _method_of(said, method)} | (inner if isinstance(inner, dict) else said)
-    names = {file.suffix for file in path.iterdir()} if path.is_dir() else set()
-    return {"quant_method": GGUF} if ".gguf" in names and not names & {".safetensors", ".bin", ".pt"} else {}
-
-
-def _method_of(said: Mapping[str, Any], usual: str) -> str:
-    """The method of a file that does not say it: `wbits` is a word of SqueezeLLM, and with groups of QQQ."""
-    if "wbits" not in said:
-        return usual
-    return "qqq" if "group_size" in said else "squeezellm"
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Returns a JSON object from a file. Raises ConfigError naming it."""
-    try:
-        return decode_object(path.read_bytes())
-    except OSError as e:
-        raise ConfigError(f"cannot read {path}: {e.strerror}") from e
-    except ValueError as e:
-        raise ConfigError(f"{path} is not a JSON object: {e}") from e
 
 
 def model_length(config: dict[str, Any]) -> int | None:
@@ -112,12 +74,13 @@ def _first_int(config: dict[str, Any], keys: tuple[str, ...]) -> int | None:
 
 
 def config_overrides(values: Values) -> dict[str, Any]:
-    """Returns the values merged over config.json: --hf-overrides, the RoPE flags, --disable-sliding-window.
+    """Returns the values merged over config.json: --hf-overrides, with `text_config` as part of all, the RoPE flags,
+    --disable-sliding-window.
 
     They are merged by RFC 7396: objects key by key, and None removes a key. A disabled window is 0 instead of removed,
     because a family may have a default window.
     """
-    overrides: dict[str, Any] = dict(values.maybe("hf-overrides", dict) or {})
+    overrides = text_patch(values.maybe("hf-overrides", dict) or {})
     for flag, key in (("rope-scaling", "rope_scaling"), ("rope-theta", "rope_theta")):
         if values[flag] is not None:
             overrides[key] = values[flag]
@@ -135,8 +98,8 @@ def quantized_overrides(values: Values, checkpoint: Checkpoint) -> dict[str, Any
         overrides[KEY] = None if given is None else merge_patch(checkpoint.quantization, given)
     merged = merge_patch(checkpoint.config, overrides)
     asked = asked_quantization(values)
+    table.check(merged, checkpoint.quantization_file)
     if asked is None:
-        quantization_method(merged)
         return overrides
     on_gpu_refused = NAMES[asked.lower()].refused_on_gpu
     if on_gpu_refused and on_gpu(values):

@@ -110,9 +110,11 @@ def resolve(values: Values, model: Checkpoint, bus: BusConfig) -> Deployment:
 
 
 def model_notes(values: Values, model: Checkpoint) -> list[str]:
-    """Returns a line for each choice of `auto` that follows from the model. Raises ConfigError."""
+    """Returns a line for each choice of `auto` that follows from the model, and for files that differ. Raises
+    ConfigError."""
     of_kv = worker_fields.kv_notes(values, said_quantization(values, model))
-    return [*output_parsers.output_parsers(values, model).notes, *of_kv, *pooling_notes(values, model)]
+    of_parsers = output_parsers.output_parsers(values, model).notes
+    return [*of_parsers, *model.quantization_notes, *of_kv, *pooling_notes(values, model)]
 
 
 def worker_notes(values: Values, is_local: bool) -> list[str]:

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from blockyard.shared.config import parsed_flags, quantization_documents
-from blockyard.shared.config.checkpoint import Checkpoint, file_format, quantized_overrides, read_quantization
+from blockyard.shared.config.checkpoint import Checkpoint, file_format, quantized_overrides
 from blockyard.shared.config.flags import FLAGS
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.quantization import NAMES, TABLE, quantization_method
+from blockyard.shared.quantization_settings.files import read_quantization
 
 README = Path(__file__).parents[2] / "services/gpu_worker/quantization/README.md"
 LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"]}
@@ -137,9 +138,9 @@ def test_a_checkpoint_that_is_not_quantized() -> None:
 )
 def test_files_beside_config_json(tmp_path: Path, file: str, said: dict[str, Any], want: dict[str, Any]) -> None:
     (tmp_path / file).write_text(json.dumps(said))
-    assert read_quantization(tmp_path, LLAMA) == want
-    assert read_quantization(tmp_path, quantized("fp8")) == {}, "config.json counts"
-    assert read_quantization(tmp_path / "none", LLAMA | {"compression_config": {"format": "dense"}}) == {
+    assert read_quantization(tmp_path, LLAMA).said == want
+    assert read_quantization(tmp_path, quantized("fp8")).said == {}, "config.json counts"
+    assert read_quantization(tmp_path / "none", LLAMA | {"compression_config": {"format": "dense"}}).said == {
         "quant_method": "compressed-tensors",
         "format": "dense",
     }

@@ -8,10 +8,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from blockyard.shared.config import model_bounds
-from blockyard.shared.config.checkpoint import read_json
-from blockyard.shared.config.text_part import text_part
+from blockyard.shared.config.text_part import text_part, text_patch
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.json_objects import merge_patch
+from blockyard.shared.json_objects import merge_patch, read_json
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -33,8 +32,7 @@ def read_config(folder: Path, overrides: str = "{}", note: Callable[[str], None]
     except msgspec.DecodeError as e:
         raise ConfigError(f"config overrides {overrides!r}: {e}") from e
     config = text_part(config)
-    if isinstance(patch.get("text_config"), dict):
-        patch = merge_patch(patch.pop("text_config"), patch)
+    patch = text_patch(patch)
     _settle_rope(config, note)
     _spell_rope(patch)
     if "rope_parameters" in config and patch.keys() & {"rope_scaling", "rope_theta"}:

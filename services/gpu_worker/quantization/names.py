@@ -11,8 +11,8 @@ from typing import Generic, Protocol, TypeVar
 
 from blockyard.services.gpu_worker.loading.checkpoint_names import TEXT_PART, bare
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.quantization_settings.reading import REGEX
 
-REGEX = "re:"
 FUSED = {  # names of products -> names of their parts
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),

@@ -16,9 +16,11 @@ from torch import Tensor
 from blockyard.services.gpu_worker.loading.weights import FLOATS
 from blockyard.services.gpu_worker.quantization.names import HEAD, NamePatterns, is_left_out
 from blockyard.services.gpu_worker.quantize.rounding import Rounding, config, round_matrix
-from blockyard.shared.config.checkpoint import read_json
+from blockyard.shared.config.text_part import text_part
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.json_objects import read_json
 from blockyard.shared.quantization import KEY, W4
+from blockyard.shared.quantization_settings.files import read_quantization
 
 INDEX = "model.safetensors.index.json"
 WEIGHT = ".weight"
@@ -52,7 +54,7 @@ class Written:
 def quantize(source: Path, target: Path, how: Rounding) -> Written:
     """Raises ConfigError for a folder that cannot be quantized, or a target that has something."""
     said = read_json(source / "config.json")
-    if said.get(KEY):
+    if text_part(said).get(KEY) or read_quantization(source, said).said:
         raise ConfigError(f"{source}: the checkpoint is quantized already")
     if CONV1D.intersection(said.get("architectures") or []):
         raise ConfigError(

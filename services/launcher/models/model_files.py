@@ -15,17 +15,17 @@ from blockyard.shared.config.checkpoint import (
     config_overrides,
     file_format,
     quantized_overrides,
-    read_json,
-    read_quantization,
 )
 from blockyard.shared.config.model_bounds import check_numbers
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.config.services.lora import AdapterSource
 from blockyard.shared.config.text_part import text_part
 from blockyard.shared.errors import AdapterError, ConfigError
+from blockyard.shared.json_objects import read_json
 from blockyard.shared.lora.adapter_folder import check_folder
 from blockyard.shared.lora.prompt_config import read_prompt_config
 from blockyard.shared.process.home import home_variables
+from blockyard.shared.quantization_settings.files import read_quantization
 
 DEMO = "demo"
 HUB_FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME")  # variables that say where the hub's cache is
@@ -55,12 +55,15 @@ def find(values: Values, weights: bool = True) -> Checkpoint:
         config_folder = _folder(config_name, None, values, weights=False)
     generation = path / "generation_config.json"
     config = _config(config_folder, values, needed=weights)
+    quantization = read_quantization(path, config)
     checkpoint = Checkpoint(
         name=name,
         path=path,
         tokenizer_path=tokenizer_path,
         config=config,
-        quantization=read_quantization(path, config),
+        quantization=quantization.said,
+        quantization_file=quantization.file,
+        quantization_notes=quantization.notes,
         generation=read_json(generation) if generation.is_file() else {},
         revision=revision or "",
         config_path=None if config_name is None else config_folder,

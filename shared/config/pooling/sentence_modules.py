@@ -5,9 +5,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from blockyard.shared.config.checkpoint import read_json
 from blockyard.shared.config.pooling.modes import OF_SENTENCES, PoolingMode
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.json_objects import read_json
 
 T = TypeVar("T", bound=msgspec.Struct)
 

@@ -6,8 +6,8 @@ from typing import TypeVar
 
 import msgspec
 
-from blockyard.shared.config.checkpoint import read_json
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.json_objects import read_json
 
 T = TypeVar("T", bound=msgspec.Struct)
 

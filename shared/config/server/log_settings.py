@@ -4,9 +4,9 @@ from pathlib import Path
 
 import msgspec
 
-from blockyard.shared.config.checkpoint import read_json
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.json_objects import read_json
 
 FLAG, FILE_FLAG, LEVEL_FLAG = "logging-config", "log-config-file", "log-level"
 

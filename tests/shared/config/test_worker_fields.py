@@ -31,7 +31,10 @@ CUDA = ("--device", "cuda")
 SCHEME = {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}}
 
 
-@pytest.mark.parametrize("said", [SCHEME, {"kv_cache_quant_algo": "FP8"}])
+@pytest.mark.parametrize(
+    "said",
+    [SCHEME, {"kv_cache_quant_algo": "FP8"}, {"kv_cache_scheme": {"num_bits": "8", "type": "FLOAT"}}],
+)
 def test_a_checkpoint_decides_the_dtype_of_the_kv_cache_on_gpus(said: dict[str, object]) -> None:
     assert kv_fields(values(CUDA), said) == {"kv_cache_dtype": "fp8"}
     assert kv_scope(values(CUDA), said) == "fp8"

@@ -64,6 +64,7 @@ FORMATS = {
     "awq": Sample(lambda folder: awq_files.write_awq(folder, "llama")),
     "bitsandbytes": Sample(lambda folder: bitsandbytes_files.write_bnb(folder, "llama", "nf4")),
     "compressed-tensors": Sample(write_words),
+    "deepspeedfp": Sample(fp8_files.write_deepspeed, fp8_files.round_rows),
     "fbgemm_fp8": Sample(partial(write_fp8, method="fbgemm_fp8"), fp8_files.round_rows),
     "fp8": Sample(write_fp8, fp8_files.round_rows),
     "gguf": Sample(lambda folder: Checkpoints(*write_gguf(folder, "qwen3", GGMLQuantizationType.Q8_0, "qwen3"))),

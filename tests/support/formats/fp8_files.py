@@ -41,6 +41,16 @@ def write_fp8(folder: Path, model: str, scales: str, static: bool = False, metho
     return write(folder, model, partial(store, scales, static), {"config.json": {"quantization_config": said | block}})
 
 
+def write_deepspeed(folder: Path, model: str = "llama") -> Checkpoints:
+    """16 bits, with the fields of vLLM's `DeepSpeedFPConfig`."""
+
+    def store_numbers(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
+        return ({f"{name}.weight": weight}, round_rows(weight)) if is_projection(name) else None
+
+    said = {"quant_method": "deepspeedfp", "bits": 8, "group_size": 512}
+    return write(folder, model, store_numbers, {"config.json": {"quantization_config": said}})
+
+
 def rounded(x: Tensor, scale: Tensor) -> Tensor:
     return torch.clamp(x / scale, -448, 448).to(E4M3).float() * scale
 

@@ -14,7 +14,7 @@ from gptq_files import Layout, write_gptq
 from quantized_checkpoint import Checkpoints
 from torch import Tensor
 
-from blockyard.shared.config.checkpoint import read_quantization
+from blockyard.shared.quantization_settings.files import read_quantization
 
 INT8_ROWS = quark_files.INT8 | {"qscheme": "per_channel"}
 round_to_int8 = partial(quark_files.round_inputs, torch.int8, False)
@@ -27,7 +27,7 @@ def write_modelopt(folder: Path, model: str = "llama") -> Checkpoints:
 def write_modelopt_in_config(folder: Path, model: str) -> Checkpoints:
     """As a start reads it, to which the launcher gives what hf_quant_config.json says."""
     made = write_modelopt(folder, model)
-    modelopt_files.add_settings(made, json.dumps({"quantization_config": read_quantization(made.packed, {})}))
+    modelopt_files.add_settings(made, json.dumps({"quantization_config": read_quantization(made.packed, {}).said}))
     return made
 
 

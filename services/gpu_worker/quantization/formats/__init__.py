@@ -1,7 +1,8 @@
 """The formats of quantized checkpoints, one file for each `quant_method`. How to add one:
 
-1. Write a class with the methods of `scheme.Scheme`: it reads quantization_config as a typed struct (`settings.read`)
-   and says of a matrix, by its name in the checkpoint (`names.NamePatterns`), whether and how it is quantized.
+1. Add a struct with the fields of quantization_config to shared/quantization_settings, which refuses values, and a line
+   to its table. Write a class with the methods of `scheme.Scheme`: it reads the struct (`reading.read`) and says of a
+   matrix, by its name in the checkpoint (`names.NamePatterns`), whether and how it is quantized.
 2. `stored` returns the tensors that the checkpoint has (`Matrix.stored`), the kept form (`kept/`, or `Dequantized`),
    and a function that makes the form's tensors of them, with rows as stored and inputs side by side.
    `layouts` has what formats share.

@@ -14,36 +14,22 @@ A matrix [outputs, inputs] is stored as
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.weights import FLOATS
 from blockyard.services.gpu_worker.quantization.formats.layouts.integers import check_sizes
-from blockyard.services.gpu_worker.quantization.formats.layouts.settings import check_scales, read
+from blockyard.services.gpu_worker.quantization.formats.layouts.scales import check_scales
 from blockyard.services.gpu_worker.quantization.kept import dequantized
 from blockyard.services.gpu_worker.quantization.kept.dequantized import Dequantized
 from blockyard.services.gpu_worker.quantization.names import NamePatterns, is_left_out
 from blockyard.services.gpu_worker.quantization.scheme import WEIGHT, Matrix, StoredMatrix
 from blockyard.shared.errors import LoadError
+from blockyard.shared.quantization_settings.integers import AqlmSettings
+from blockyard.shared.quantization_settings.reading import read
 
 CODES, BOOKS, SCALES = "codes", "codebooks", "scales"
 INTEGERS = frozenset({torch.int8, torch.int16, torch.int32})
-
-
-class AqlmSettings(msgspec.Struct, frozen=True):
-    """The fields of quantization_config that count."""
-
-    in_group_size: int = 8
-    out_group_size: int = 1
-    num_codebooks: int = 1
-    nbits_per_codebook: int = 16
-    linear_weights_not_to_quantize: list[str] = []
-
-    def __post_init__(self) -> None:
-        sizes = self.in_group_size, self.out_group_size, self.num_codebooks
-        if min(sizes) < 1 or not 1 <= self.nbits_per_codebook <= 16:
-            raise ValueError(f"groups {sizes[:2]}, {sizes[2]} codebooks of {self.nbits_per_codebook} bits: not known")
 
 
 class AqlmScheme:

@@ -11,13 +11,11 @@ has other settings of some matrices, by name or by a regular expression that is 
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import torch
 
 from blockyard.services.gpu_worker.quantization.formats.awq import AwqScheme
-from blockyard.services.gpu_worker.quantization.formats.gptq import FIRST, SECOND, GptqScheme
-from blockyard.services.gpu_worker.quantization.formats.layouts.integers import group_of, is_outside
-from blockyard.services.gpu_worker.quantization.formats.layouts.settings import read
+from blockyard.services.gpu_worker.quantization.formats.gptq import GptqScheme
+from blockyard.services.gpu_worker.quantization.formats.layouts.integers import is_outside
 from blockyard.services.gpu_worker.quantization.names import (
     NamePatterns,
     NamesOfFile,
@@ -26,38 +24,19 @@ from blockyard.services.gpu_worker.quantization.names import (
     variants,
 )
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, Scheme, StoredMatrix
-
-NOT_QUANTIZED = 16  # bits
-AWQ, GPTQ, GPTQ_MODEL = "awq", "gptq", "gptqmodel"  # in packing_format
-UNSAID = ("", "auto")  # of packing_format and backend
-OF_GPTQ = ("gptq", "exllama", "triton", "marlin")  # kernels in packing_format, all of which read GPTQ's layout
-_MARKS = frozenset("*+?[](){}|^$\\")  # of a regular expression
-
-Names = str | list[str | list[str]]
-
-
-class AutoRoundSettings(msgspec.Struct, frozen=True):
-    """The fields of quantization_config that count."""
-
-    bits: int = 4
-    group_size: int = 128
-    sym: bool = True
-    data_type: str = "int"
-    packing_format: str = ""
-    backend: str = ""
-    extra_config: dict[str, dict[str, Any]] = {}
-    block_name_to_quantize: Names = []
-    to_quant_block_names: Names = []
-
-    def __post_init__(self) -> None:
-        if self.bits >= NOT_QUANTIZED:
-            return
-        group_of(self.group_size, self.bits)
-        if self.data_type != "int":
-            raise ValueError(f"data_type {self.data_type!r}: only int is supported")
-        packing = self.packing_format or self.backend
-        if packing not in (*UNSAID, "auto_round") and not any(word in packing for word in (AWQ, *OF_GPTQ)):
-            raise ValueError(f"packing_format {packing!r}: only layouts of GPTQ and AWQ are read")
+from blockyard.shared.quantization_settings.integers import (
+    AWQ,
+    FIRST,
+    GPTQ,
+    GPTQ_MODEL,
+    NOT_QUANTIZED,
+    SECOND,
+    UNSAID,
+    AutoRoundSettings,
+    Names,
+    is_expression,
+)
+from blockyard.shared.quantization_settings.reading import read
 
 
 class AutoRoundScheme:
@@ -69,9 +48,9 @@ class AutoRoundScheme:
         self._settings = own = read(said, AutoRoundSettings)
         self._blocks = NamePatterns([*_flat(own.block_name_to_quantize), *_flat(own.to_quant_block_names)])
         self._has_blocks = bool(own.block_name_to_quantize or own.to_quant_block_names)
-        rules = own.extra_config
-        self._by_name = SettingsByName({key: one for key, one in rules.items() if _MARKS.isdisjoint(key)})
-        patterns = {key: one for key, one in rules.items() if not _MARKS.isdisjoint(key)}
+        rules = {key: one or {} for key, one in own.extra_config.items()}
+        self._by_name = SettingsByName({key: one for key, one in rules.items() if not is_expression(key)})
+        patterns = {key: one for key, one in rules.items() if is_expression(key)}
         self._by_pattern = SettingsByPattern(patterns, anywhere=True)
         self._schemes: dict[tuple[int, int, bool], Scheme] = {}
 
@@ -98,7 +77,7 @@ class AutoRoundScheme:
     def _scheme(self, own: AutoRoundSettings) -> Scheme:
         key = own.bits, own.group_size, own.sym
         if key not in self._schemes:
-            packing = own.packing_format or own.backend
+            packing = own.packing
             said = {"bits": own.bits, "group_size": own.group_size, "lm_head": True}
             if packing in UNSAID:
                 packing = GPTQ

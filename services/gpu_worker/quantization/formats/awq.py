@@ -17,7 +17,6 @@ transformers (`AwqConfig`).
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -28,41 +27,30 @@ from blockyard.services.gpu_worker.quantization.formats.layouts.integers import 
     Integers,
     check_middle,
     check_sizes,
-    group_of,
     is_outside,
     stored_matrix,
 )
 from blockyard.services.gpu_worker.quantization.formats.layouts.packing import as_bytes, pack, unpack
-from blockyard.services.gpu_worker.quantization.formats.layouts.settings import check_scales, read
+from blockyard.services.gpu_worker.quantization.formats.layouts.scales import check_scales
 from blockyard.services.gpu_worker.quantization.names import NamePatterns
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, StoredMatrix
 from blockyard.shared.errors import LoadError
+from blockyard.shared.quantization_settings.integers import (
+    AWQ_BITS,
+    GEMM,
+    GEMV,
+    GEMV_FAST,
+    MARLIN,
+    AwqSettings,
+    group_of,
+)
+from blockyard.shared.quantization_settings.reading import read
 
 CODES, ZEROS, SCALES, SCALED_ZEROS = "qweight", "qzeros", "scales", "scaled_zeros"
-GEMM, GEMV, GEMV_FAST, MARLIN = "gemm", "gemv", "gemv_fast", "marlin"
-VERSIONS = (GEMM, GEMV, GEMV_FAST, MARLIN)
-BITS, CODES_OF_WORD = 4, 8
+CODES_OF_WORD = 8
 HALF_WORDS = frozenset({torch.int16})
 FAST_ROWS, FAST_COLUMNS = 4, 64  # that are packed together in gemv_fast
 NEAR = 0.1  # of a whole number
-
-
-class AwqSettings(msgspec.Struct, frozen=True):
-    """The fields of quantization_config that count. Older files call the first two w_bit and q_group_size."""
-
-    bits: int = BITS
-    group_size: int = 128
-    zero_point: bool = True
-    version: str = GEMM
-    lm_head: bool = False
-    modules_to_not_convert: list[str] = []
-
-    def __post_init__(self) -> None:
-        group_of(self.group_size, self.bits)
-        if self.bits != BITS:
-            raise ValueError(f"bits {self.bits}: weights of AWQ have {BITS}")
-        if self.version.lower() not in VERSIONS:
-            raise ValueError(f"version {self.version!r} is none of {', '.join(VERSIONS)}")
 
 
 class AwqScheme:
@@ -70,8 +58,7 @@ class AwqScheme:
 
     def __init__(self, said: Mapping[str, Any], dtype: torch.dtype) -> None:
         """dtype: of the model. Raises ConfigError for settings that it does not know."""
-        older = {"bits": said.get("w_bit"), "group_size": said.get("q_group_size"), "version": said.get("format")}
-        self._settings, self._dtype = read(older | dict(said), AwqSettings), dtype
+        self._settings, self._dtype = read(said, AwqSettings), dtype
         self._left_out = NamePatterns(self._settings.modules_to_not_convert)
 
     def patterns(self) -> list[NamePatterns]:
@@ -81,19 +68,19 @@ class AwqScheme:
         said = self._settings
         if self._left_out.match(matrix.name) or is_outside(matrix.name, with_head=said.lm_head):
             return None
-        group, version = group_of(said.group_size, said.bits), said.version.lower()
+        group, version = group_of(said.stated_group, AWQ_BITS), said.packing
         if group is not None:
             check_sizes(matrix, inputs=group)
             group = None if group == matrix.inputs else group
         if version == MARLIN:
             return marlin.stored(matrix, group, self._dtype, marlin.MarlinKeys(CODES, SCALES))
         scales = matrix.float_dtype(SCALES, torch.float16)
-        own = Integers(bits=BITS, group=group, zeros=said.zero_point, scales=scales)
+        own = Integers(bits=AWQ_BITS, group=group, zeros=said.zero_point, scales=scales)
         return _PACKINGS[version](matrix, own, self._dtype)
 
 
 def _gemm(matrix: Matrix, own: Integers, dtype: torch.dtype) -> StoredMatrix:
-    check_sizes(matrix, outputs=CODES_OF_WORD)
+    check_sizes(matrix, inputs=2, outputs=CODES_OF_WORD)  # of which a byte has two
     groups, words = own.num_groups(matrix.inputs), matrix.outputs // CODES_OF_WORD
     tensors = {
         CODES: matrix.stored(CODES, (matrix.inputs, words), WORDS),
@@ -103,15 +90,24 @@ def _gemm(matrix: Matrix, own: Integers, dtype: torch.dtype) -> StoredMatrix:
 
     def to_kept(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         zeros = _in_turn(tensors[ZEROS]).t() if ZEROS in tensors else None
-        return _kept(matrix, own, pack(_in_turn(tensors[CODES]).t(), BITS), tensors[SCALES].t(), zeros)
+        return _kept(matrix, own, _packed_rows(tensors[CODES]), tensors[SCALES].t(), zeros)
 
     return stored_matrix(matrix, own, dtype, tensors, to_kept)
 
 
 def _in_turn(words: Tensor) -> Tensor:
     """Words [rows, outputs / 8] of gemm -> codes [rows, outputs]."""
-    halves = torch.unflatten(unpack(as_bytes(words), BITS), -1, (-1, 2, CODES_OF_WORD // 2))
+    halves = torch.unflatten(unpack(as_bytes(words), AWQ_BITS), -1, (-1, 2, CODES_OF_WORD // 2))
     return halves.mT.flatten(1)
+
+
+def _packed_rows(words: Tensor) -> Tensor:
+    """The same, packed along the inputs: bytes uint8 [outputs, inputs / 2]. No code is unpacked into its own byte."""
+    parts = torch.unflatten(as_bytes(words), 1, (-1, CODES_OF_WORD // 2))  # [inputs, words, bytes of a word]
+    even, odd = parts[::2], parts[1::2]
+    both = torch.stack((even & 15 | odd << 4, even >> 4 | odd & 240), -1)
+    # the number of an output in its word, in bits: the lower one of the byte's, the half of the byte, the upper one
+    return torch.unflatten(both, 2, (2, 2)).permute(1, 3, 4, 2, 0).reshape(-1, len(even))
 
 
 def _gemv(matrix: Matrix, own: Integers, dtype: torch.dtype) -> StoredMatrix:
@@ -124,7 +120,7 @@ def _gemv(matrix: Matrix, own: Integers, dtype: torch.dtype) -> StoredMatrix:
     }
 
     def to_kept(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        zeros = unpack(as_bytes(tensors[ZEROS]), BITS)[:, :groups] if ZEROS in tensors else None
+        zeros = unpack(as_bytes(tensors[ZEROS]), AWQ_BITS)[:, :groups] if ZEROS in tensors else None
         return _kept(matrix, own, as_bytes(tensors[CODES]), tensors[SCALES][:, :groups], zeros)
 
     return stored_matrix(matrix, own, dtype, tensors, to_kept)
@@ -143,11 +139,11 @@ def _gemv_fast(matrix: Matrix, own: Integers, dtype: torch.dtype) -> StoredMatri
         scales, zeros = tensors[SCALES][:groups].t(), None
         if SCALED_ZEROS in tensors:
             zeros = _whole_zeros(matrix.tensor(SCALED_ZEROS), scales.float(), tensors[SCALED_ZEROS][:groups].t())
-        codes = unpack(as_bytes(tensors[CODES]), BITS)
+        codes = unpack(as_bytes(tensors[CODES]), AWQ_BITS)
         rows = torch.unflatten(codes, 1, (-1, FAST_ROWS, FAST_COLUMNS)).transpose(1, 2).flatten(2).flatten(0, 1)
         # of 32 inputs: the pair in a run of 8, the input of that pair, the run
         ordered = torch.unflatten(rows, 1, (-1, 4, 2, 4)).permute(0, 1, 4, 2, 3).flatten(1)
-        return _kept(matrix, own, pack(ordered, BITS), scales, zeros)
+        return _kept(matrix, own, pack(ordered, AWQ_BITS), scales, zeros)
 
     return stored_matrix(matrix, own, dtype, tensors, to_kept)
 

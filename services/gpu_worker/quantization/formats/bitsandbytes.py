@@ -31,7 +31,7 @@ from torch import Tensor
 from blockyard.services.gpu_worker.loading.tensor_groups import StoredTensor
 from blockyard.services.gpu_worker.loading.weights import FLOATS
 from blockyard.services.gpu_worker.quantization.formats.layouts.either import quantized_or_not
-from blockyard.services.gpu_worker.quantization.formats.layouts.settings import check_scales, names_in, read
+from blockyard.services.gpu_worker.quantization.formats.layouts.scales import check_scales
 from blockyard.services.gpu_worker.quantization.kept import dequantized, table4_a16, w8a16
 from blockyard.services.gpu_worker.quantization.kept.dequantized import Dequantized
 from blockyard.services.gpu_worker.quantization.kept.table4_a16 import FP4, NF4, Table4A16, to_table
@@ -40,6 +40,8 @@ from blockyard.services.gpu_worker.quantization.kept.w8a16 import W8A16
 from blockyard.services.gpu_worker.quantization.names import ROUTERS, NamePatterns, is_left_out
 from blockyard.services.gpu_worker.quantization.scheme import WEIGHT, Matrix, StoredMatrix
 from blockyard.shared.errors import LoadError
+from blockyard.shared.quantization_settings.integers import BitsAndBytesSettings
+from blockyard.shared.quantization_settings.reading import read
 
 TABLES = {"nf4": NF4, "fp4": FP4}
 BLOCK = 64  # codes of a scale, unless the file says another number
@@ -55,25 +57,6 @@ STORAGES = {
     **{"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32},
 }
 INT8_FORM = W8A16(torch.int8)
-
-
-class BitsAndBytesSettings(msgspec.Struct, frozen=True):
-    """The fields of quantization_config that count."""
-
-    load_in_4bit: bool = False
-    load_in_8bit: bool = False  # neither: 4 bits
-    bnb_4bit_quant_type: str = "fp4"
-    bnb_4bit_quant_storage: str = "uint8"
-    llm_int8_skip_modules: list[str] = []
-    modules_to_not_convert: list[str] = []
-    from_16_bits: bool = False  # the checkpoint is not quantized: see `shared.quantization`
-
-    def __post_init__(self) -> None:
-        if self.load_in_4bit and self.load_in_8bit:
-            raise ValueError("load_in_4bit and load_in_8bit are both true")
-        for name, known in (("bnb_4bit_quant_type", TABLES), ("bnb_4bit_quant_storage", STORAGES)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} {getattr(self, name)!r} is none of {', '.join(known)}")
 
 
 class _State(msgspec.Struct, frozen=True):
@@ -92,7 +75,7 @@ class BitsAndBytesScheme:
     def __init__(self, said: Mapping[str, Any], dtype: torch.dtype) -> None:
         """dtype: of the model. Raises ConfigError for settings that it does not know."""
         self._settings, self._dtype = read(said, BitsAndBytesSettings), dtype
-        names = names_in(self._settings.llm_int8_skip_modules, self._settings.modules_to_not_convert)
+        names = [*self._settings.llm_int8_skip_modules, *self._settings.modules_to_not_convert]
         self._left_out = NamePatterns(names)
 
     def patterns(self) -> list[NamePatterns]:
@@ -160,9 +143,12 @@ class BitsAndBytesScheme:
         if state.blocksize % group or len(scales) != -(-count // state.blocksize):
             raise LoadError(f"{name}: {len(scales)} scales for blocks of {state.blocksize} of {count} numbers")
         scales = scales.repeat_interleave(state.blocksize // group)[: count // group].view(matrix.outputs, -1)
-        packed = tensors[WEIGHT].contiguous().view(torch.uint8).flatten()
-        codes = torch.stack((packed >> 4, packed & 15), -1).flatten()[:count].view(shape)
-        return {table4_a16.CODES: pack(codes), table4_a16.SCALES: scales}
+        packed = tensors[WEIGHT].contiguous().view(torch.uint8).flatten()[: -(-count // 2)]
+        if matrix.inputs % 2 == 0:
+            codes = (packed >> 4 | packed << 4).view(matrix.outputs, -1)
+        else:  # a byte has codes of two rows
+            codes = pack(torch.stack((packed >> 4, packed & 15), -1).flatten()[:count].view(shape))
+        return {table4_a16.CODES: codes, table4_a16.SCALES: scales}
 
     def _rounded(self, matrix: Matrix) -> StoredMatrix:
         tensors = {WEIGHT: matrix.stored(WEIGHT, matrix.stored_shape, FLOATS)}

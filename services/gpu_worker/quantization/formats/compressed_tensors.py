@@ -12,101 +12,30 @@ Documented by the package compressed-tensors (quantization/quant_config.py, quan
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
 import torch
 
 from blockyard.services.gpu_worker.quantization.formats.layouts import stored_codes
-from blockyard.services.gpu_worker.quantization.formats.layouts.settings import read
 from blockyard.services.gpu_worker.quantization.formats.layouts.stored_codes import CodeScheme, Inputs
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import has_products
-from blockyard.services.gpu_worker.quantization.names import HEAD, REGEX, NamePatterns, is_left_out
+from blockyard.services.gpu_worker.quantization.names import HEAD, NamePatterns, is_left_out
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, StoredMatrix
-from blockyard.shared.errors import ConfigError
+from blockyard.shared.quantization_settings.groups import (
+    BLOCK,
+    DENSE,
+    GROUP,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    PACK,
+    TENSOR_GROUP,
+    CompressedSettings,
+    MatrixGroup,
+    NumberArgs,
+)
+from blockyard.shared.quantization_settings.reading import REGEX, read
 
-PACK, INT, FLOAT, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
-NVFP4, MXFP4, MXFP8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
-DENSE, MIXED = "dense", "mixed-precision"
-FORMATS = (PACK, INT, FLOAT, NAIVE, NVFP4, MXFP4, MXFP8, DENSE)
-SPARSE = "needs kernels of sparse weights; a checkpoint without 2:4 gaps is read"
-REFUSED = {"marlin-24": SPARSE, "sparse-24": SPARSE, "sparse-24-bitmask": SPARSE, "sparse-bitmask": SPARSE}
 LINEAR = "Linear"
-TENSOR, CHANNEL, GROUP, BLOCK, TOKEN, TENSOR_GROUP = "tensor", "channel", "group", "block", "token", "tensor_group"
-AT_RUN_TIME = ("input", "output")  # locations of transforms that weights do not have in them
 KEPT_INPUTS = "inputs that the file would quantize stay 16 bits"
-
-
-class NumberArgs(msgspec.Struct, frozen=True):
-    """How numbers are quantized. The fields that count."""
-
-    num_bits: int = 8
-    type: str = "int"
-    symmetric: bool = True
-    strategy: str | None = None
-    group_size: int | None = None
-    block_structure: tuple[int, int] | None = None
-    dynamic: bool | str = False
-    actorder: bool | str | None = None
-
-    def __post_init__(self) -> None:
-        if self.type not in ("int", "float"):
-            raise ValueError(f"type {self.type!r} is neither int nor float")
-        if not 2 <= self.num_bits <= 8:
-            raise ValueError(f"num_bits {self.num_bits}: 2 to 8 are read")
-        if self.kind in (GROUP, TENSOR_GROUP) and (self.group_size is None or self.group_size < 1):
-            raise ValueError(f"group_size {self.group_size}: groups have at least 1")
-        if self.kind == BLOCK and (self.block_structure is None or min(self.block_structure) < 1):
-            raise ValueError(f"block_structure {self.block_structure}: blocks have two sizes of at least 1")
-        if self.kind not in (TENSOR, CHANNEL, GROUP, BLOCK, TOKEN, TENSOR_GROUP):
-            raise ValueError(f"strategy {self.strategy!r} is not known")
-
-    @property
-    def kind(self) -> str:
-        """`strategy`, or what `group_size` means without one."""
-        if self.strategy is not None:
-            return self.strategy.lower()
-        return TENSOR if self.group_size is None else GROUP if self.group_size > 0 else CHANNEL
-
-
-class MatrixGroup(msgspec.Struct, frozen=True):
-    targets: list[str]
-    weights: NumberArgs | None = None
-    input_activations: NumberArgs | None = None
-    format: str | None = None
-
-
-class SparseWeights(msgspec.Struct, frozen=True):
-    format: str = DENSE
-
-
-class TransformArgs(msgspec.Struct, frozen=True):
-    location: str = ""
-
-
-class TransformScheme(msgspec.Struct, frozen=True):
-    apply: list[TransformArgs] = []
-
-
-class Transforms(msgspec.Struct, frozen=True):
-    config_groups: dict[str, TransformScheme] = {}
-
-
-class CompressedSettings(msgspec.Struct, frozen=True):
-    """The fields of quantization_config that count."""
-
-    format: str = MIXED
-    config_groups: dict[str, MatrixGroup] = {}
-    ignore: list[str] = []
-    sparsity_config: SparseWeights = SparseWeights()
-    transform_config: Transforms = Transforms()
-
-    def __post_init__(self) -> None:
-        for key, scheme in self.transform_config.config_groups.items():
-            for one in scheme.apply:
-                if one.location in AT_RUN_TIME:
-                    raise ValueError(
-                        f"transform_config: {key}: a transform of the {one.location} of layers; only those of weights "
-                        "are read"
-                    )
 
 
 class _GroupTargets:
@@ -152,17 +81,7 @@ class CompressedTensorsScheme:
         self._has_products = has_products(device)
         self._ignored = NamePatterns(self._settings.ignore)
         self._targets = _GroupTargets(self._settings.config_groups)
-        _refuse(self._settings.sparsity_config.format, "sparsity_config: ", (DENSE,))
-        _refuse(self._settings.format, "", (*FORMATS, MIXED))
-        self._schemes = {key: _scheme(key, group) for key, group in self._settings.config_groups.items()}
-        self._formats = {key: self._format(key, group) for key, group in self._settings.config_groups.items()}
-
-    def _format(self, key: str, group: MatrixGroup) -> str:
-        said = group.format or self._settings.format
-        if said == MIXED and group.weights is not None:
-            raise ConfigError(f"quantization_config: config_groups {key} has no format")
-        _refuse(said, f"config_groups {key}: ", (*FORMATS, MIXED))
-        return said
+        self._schemes = {key: _scheme(group) for key, group in self._settings.config_groups.items()}
 
     def patterns(self) -> list[NamePatterns]:
         named = self._targets
@@ -171,9 +90,9 @@ class CompressedTensorsScheme:
     def stored(self, matrix: Matrix) -> StoredMatrix | None:
         key = None if self._ignored.match(matrix.name) else self._targets.find(matrix.name)
         own = None if key is None else self._schemes[key]
-        if key is None or own is None or self._formats[key] == DENSE:
+        if key is None or own is None or self._settings.format_of(key) == DENSE:
             return None
-        said, made = self._settings.config_groups[key], self._make(self._formats[key], matrix, own)
+        said, made = self._settings.config_groups[key], self._make(self._settings.format_of(key), matrix, own)
         if said.input_activations is not None and made.form.name not in ("Fp8W8A8", "Int8W8A8"):
             self._note(KEPT_INPUTS, matrix.name)
         return made
@@ -190,36 +109,22 @@ class CompressedTensorsScheme:
         return stored_codes.codes(matrix, own, self._has_products)
 
 
-def _refuse(format_: str, where: str, known: tuple[str, ...]) -> None:
-    if format_ in known:
-        return
-    reason = REFUSED.get(format_)
-    what = f"refused: it {reason}" if reason else f"none of {', '.join(known)}"
-    raise ConfigError(f"quantization_config: {where}format {format_!r} is {what}")
-
-
-def _scheme(key: str, group: MatrixGroup) -> CodeScheme | None:
-    """None: weights of the group are not quantized. Raises ConfigError for weights without a layout."""
+def _scheme(group: MatrixGroup) -> CodeScheme | None:
+    """None: weights of the group are not quantized."""
     args = group.weights
     if args is None:
         return None
-    where = f"quantization_config: config_groups {key}: weights:"
-    if args.kind == TOKEN:
-        raise ConfigError(f"{where} strategy 'token' is one of inputs")
-    if args.type == "float" and args.num_bits not in (4, 8):
-        raise ConfigError(f"{where} floats of {args.num_bits} bits; 4 and 8 are read")
     group_size = args.group_size if args.kind in (GROUP, TENSOR_GROUP) else None
     rows = None
     if args.kind == BLOCK:
-        assert args.block_structure is not None
-        rows, group_size = args.block_structure
+        rows, group_size = args.block
     return CodeScheme(
         bits=args.num_bits,
         floats=args.type == "float",
         group=group_size,
         rows=rows,
         has_zeros=not args.symmetric,
-        order=args.actorder is True or args.actorder in (GROUP, "dynamic"),
+        order=args.has_order,
         inputs=_inputs(group.input_activations, args),
     )
 
@@ -230,4 +135,4 @@ def _inputs(said: NumberArgs | None, weights: NumberArgs) -> Inputs | None:
         return None
     if said.kind in (GROUP, TENSOR_GROUP) and weights.kind != BLOCK:
         return None
-    return Inputs(static=said.dynamic is False, symmetric=said.symmetric)
+    return Inputs(static=said.is_static, symmetric=said.symmetric)

@@ -7,25 +7,19 @@ are not quantized.
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.weights import FLOATS
-from blockyard.services.gpu_worker.quantization.formats.layouts.settings import read
 from blockyard.services.gpu_worker.quantization.kept import w8a16
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import FLOOR
 from blockyard.services.gpu_worker.quantization.kept.w8a16 import W8A16
 from blockyard.services.gpu_worker.quantization.names import NamePatterns
 from blockyard.services.gpu_worker.quantization.scheme import WEIGHT, Matrix, StoredMatrix
+from blockyard.shared.quantization_settings.integers import ExpertsInt8Settings
+from blockyard.shared.quantization_settings.reading import read
 
 MOST = 127
-
-
-class ExpertsInt8Settings(msgspec.Struct, frozen=True):
-    """The fields of quantization_config that count."""
-
-    modules_to_not_convert: list[str] = []
 
 
 class ExpertsInt8Scheme:

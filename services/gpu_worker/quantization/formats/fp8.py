@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,7 +23,7 @@ from torch import Tensor
 from blockyard.services.gpu_worker.loading.tensor_groups import StoredTensor
 from blockyard.services.gpu_worker.loading.weights import FLOATS
 from blockyard.services.gpu_worker.quantization.formats.layouts.either import quantized_or_not
-from blockyard.services.gpu_worker.quantization.formats.layouts.settings import SCALES, check_scales, names_in, read
+from blockyard.services.gpu_worker.quantization.formats.layouts.scales import SCALES, check_scales
 from blockyard.services.gpu_worker.quantization.kept import fp8_w8a8
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import (
     E4M3,
@@ -40,30 +39,13 @@ from blockyard.services.gpu_worker.quantization.kept.fp8_w8a8 import Fp8W8A8
 from blockyard.services.gpu_worker.quantization.kept.w8a16 import W8A16
 from blockyard.services.gpu_worker.quantization.names import NamePatterns, is_left_out
 from blockyard.services.gpu_worker.quantization.scheme import WEIGHT, Matrix, StoredMatrix, ToKept
+from blockyard.shared.quantization_settings.floats import Fp8Settings
+from blockyard.shared.quantization_settings.reading import read
 
 SCALE, BLOCK_SCALE, INPUT_SCALE = "weight_scale", "weight_scale_inv", "input_scale"
 CODES = frozenset({E4M3})
+OF_DEEPSPEED = "deepspeedfp weights, which are read as fp8 with scales of rows: inputs are rounded, too"
 NO_PRODUCTS = "fp8 weights, whose inputs keep 16 bits because this GPU has no fp8 products"
-
-
-class Fp8Settings(msgspec.Struct, frozen=True):
-    """The fields of quantization_config that count."""
-
-    quant_method: str = "fp8"
-    activation_scheme: str = "dynamic"
-    weight_block_size: tuple[int, int] | None = None
-    modules_to_not_convert: list[str] = []
-    ignored_layers: list[str] = []
-    activation_scale_ub: float | None = None
-    from_16_bits: bool = False  # the checkpoint is not quantized: see `shared.quantization`
-
-    def __post_init__(self) -> None:
-        if self.activation_scheme not in ("dynamic", "static"):
-            raise ValueError(f"activation_scheme {self.activation_scheme!r} is neither dynamic nor static")
-        if self.weight_block_size is not None and min(self.weight_block_size) < 1:
-            raise ValueError(f"weight_block_size {list(self.weight_block_size)}: sizes are 1 or more")
-        if self.activation_scale_ub is not None and self.activation_scale_ub <= 0:
-            raise ValueError(f"activation_scale_ub {self.activation_scale_ub}: a bound of scales is more than 0")
 
 
 class Fp8Scheme:
@@ -72,7 +54,7 @@ class Fp8Scheme:
     def __init__(self, said: Mapping[str, Any], device: torch.device) -> None:
         """Raises ConfigError for settings that it does not know."""
         self._settings = read(said, Fp8Settings)
-        self._left_out = NamePatterns(names_in(self._settings.modules_to_not_convert, self._settings.ignored_layers))
+        self._left_out = NamePatterns([*self._settings.modules_to_not_convert, *self._settings.ignored_layers])
         self._form, self._has_products = self._find_form(), has_products(device)
 
     def _find_form(self) -> Fp8W8A8:
@@ -87,7 +69,9 @@ class Fp8Scheme:
 
     @property
     def _note(self) -> str:
-        return "" if self._has_products else NO_PRODUCTS
+        if not self._has_products:
+            return NO_PRODUCTS
+        return OF_DEEPSPEED if self._settings.is_deepspeed else ""
 
     def patterns(self) -> list[NamePatterns]:
         return [self._left_out]
@@ -96,7 +80,7 @@ class Fp8Scheme:
         if self._left_out.match(matrix.name) or is_left_out(matrix.name):
             return None
         shape = matrix.stored_shape
-        if self._settings.from_16_bits:
+        if self._settings.is_made_at_load:
             if matrix.plain:
                 return None
             tensors = {WEIGHT: matrix.stored(WEIGHT, shape, FLOATS)}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.loading import gguf_file
 from blockyard.services.gpu_worker.quantization.formats.layouts.ggml_blocks import TYPES
-from blockyard.services.gpu_worker.quantization.formats.layouts.settings import check_scales
+from blockyard.services.gpu_worker.quantization.formats.layouts.scales import check_scales
 from blockyard.services.gpu_worker.quantization.kept import dequantized, w4a16
 from blockyard.services.gpu_worker.quantization.kept.dequantized import Dequantized
 from blockyard.services.gpu_worker.quantization.names import NamesOfFile

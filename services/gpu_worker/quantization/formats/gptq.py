@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -28,47 +27,20 @@ from blockyard.services.gpu_worker.quantization.formats.layouts.integers import 
     Integers,
     check_middle,
     check_sizes,
-    group_of,
     is_outside,
     stored_matrix,
 )
 from blockyard.services.gpu_worker.quantization.formats.layouts.packing import as_bytes, unpack
-from blockyard.services.gpu_worker.quantization.formats.layouts.settings import check_scales, read
+from blockyard.services.gpu_worker.quantization.formats.layouts.scales import check_scales
 from blockyard.services.gpu_worker.quantization.kept import act_order
 from blockyard.services.gpu_worker.quantization.names import NamePatterns, NamesOfFile, SettingsByPattern
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, StoredMatrix
 from blockyard.shared.errors import LoadError
+from blockyard.shared.quantization_settings.integers import CHANGED, FIRST, LEFT_OUT, GptqSettings, group_of
+from blockyard.shared.quantization_settings.reading import read
 
 CODES, ZEROS, SCALES, GROUPS = "qweight", "qzeros", "scales", "g_idx"
-FIRST, SECOND, MARLIN = "gptq", "gptq_v2", "marlin"  # of checkpoint_format
-LEFT_OUT = "-:"  # in front of a rule of `dynamic`
 INDICES = frozenset({torch.int32, torch.int64})
-
-
-class GptqSettings(msgspec.Struct, frozen=True):
-    """The fields of quantization_config that count."""
-
-    quant_method: str = FIRST
-    bits: int = 4
-    group_size: int = 128
-    desc_act: bool = False
-    sym: bool = False
-    lm_head: bool = False
-    checkpoint_format: str = FIRST
-    is_marlin_format: bool = False
-    dynamic: dict[str, dict[str, Any]] = {}
-    modules_in_block_to_quantize: list[str | list[str]] = []
-
-    def __post_init__(self) -> None:
-        group_of(self.group_size, self.bits)
-        if self.checkpoint_format not in (FIRST, SECOND, MARLIN):
-            raise ValueError(f"checkpoint_format {self.checkpoint_format!r} is none of {FIRST}, {SECOND}, {MARLIN}")
-        if self.is_marlin and self.bits != 4:
-            raise ValueError(f"bits {self.bits}: weights in Marlin's order have 4")
-
-    @property
-    def is_marlin(self) -> bool:
-        return self.is_marlin_format or MARLIN in (self.checkpoint_format, self.quant_method)
 
 
 class GptqScheme:
@@ -80,7 +52,7 @@ class GptqScheme:
         self._settings = read(said, GptqSettings)
         within = self._settings.modules_in_block_to_quantize
         self._within = NamePatterns(name for some in within for name in ([some] if isinstance(some, str) else some))
-        self._dynamic = SettingsByPattern(self._settings.dynamic, marks=(LEFT_OUT, "+:"))
+        self._dynamic = SettingsByPattern(self._settings.dynamic, marks=(LEFT_OUT, CHANGED))
 
     def patterns(self) -> list[NamesOfFile]:
         return [self._within, self._dynamic]
@@ -110,7 +82,7 @@ class GptqScheme:
         if found is None:
             return said
         key, rule = found
-        return None if key.startswith(LEFT_OUT) else read({**self._said, **rule}, GptqSettings)
+        return None if key.startswith(LEFT_OUT) else read({**self._said, **(rule or {})}, GptqSettings)
 
 
 def _stored(matrix: Matrix, settings: GptqSettings, own: Integers, dtype: torch.dtype) -> StoredMatrix:
@@ -124,7 +96,7 @@ def _stored(matrix: Matrix, settings: GptqSettings, own: Integers, dtype: torch.
         SCALES: matrix.stored(SCALES, (groups, matrix.outputs), FLOATS),
         GROUPS: matrix.stored(GROUPS, (matrix.inputs,), INDICES, optional=not own.order),
     }
-    is_first = settings.checkpoint_format == FIRST
+    is_first = settings.layout == FIRST
     return stored_matrix(matrix, own, dtype, tensors, partial(_to_kept, matrix, own, is_first))
 
 

@@ -18,14 +18,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.tensor_groups import StoredTensor
 from blockyard.services.gpu_worker.loading.weights import FLOATS
 from blockyard.services.gpu_worker.quantization.formats.layouts.either import quantized_or_not
-from blockyard.services.gpu_worker.quantization.formats.layouts.settings import read
 from blockyard.services.gpu_worker.quantization.kept import dequantized, w4a16, w8a16
 from blockyard.services.gpu_worker.quantization.kept.dequantized import Dequantized
 from blockyard.services.gpu_worker.quantization.kept.form import KeptForm
@@ -40,8 +38,9 @@ from blockyard.services.gpu_worker.quantization.names import (
 )
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, StoredMatrix
 from blockyard.shared.errors import LoadError
+from blockyard.shared.quantization_settings.integers import PARTS, HqqSettings, WeightParams
+from blockyard.shared.quantization_settings.reading import read
 
-PARTS = {1: 8, 2: 4, 3: 10, 4: 2, 8: 1}  # bits -> integers of an element
 LEAST_GROUP = 16  # inputs; with fewer, scales take more memory than they save
 CODES, SCALE, ZERO = "W_q", "scale", "zero"
 REPEATED = ("nbits", "group_size", "axis", "shape")  # settings that files have as tensors, too
@@ -52,36 +51,6 @@ UNUSED = (
 ANY = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool, *FLOATS})
 
 
-class WeightParams(msgspec.Struct, frozen=True):
-    """How integers are made of a matrix."""
-
-    nbits: int = 4
-    group_size: int | None = 64  # None: a row, or with axis 0 a column
-    axis: int = 1
-    channel_wise: bool = True
-
-    def __post_init__(self) -> None:
-        if self.nbits not in PARTS or self.axis not in (0, 1) or not self.channel_wise:
-            raise ValueError(f"nbits {self.nbits}, axis {self.axis}, channel_wise {self.channel_wise}: not known")
-        if self.group_size is not None and self.group_size < 1:
-            raise ValueError(f"group_size {self.group_size}: 1 or more")
-
-
-class QuantConfig(msgspec.Struct, frozen=True):
-    """The settings of all matrices, or of some."""
-
-    weight_quant_params: WeightParams
-    scale_quant_params: None = None  # that are quantized themselves belong to releases before 0.2
-    zero_quant_params: None = None
-
-
-class HqqSettings(msgspec.Struct, frozen=True):
-    """The fields of quantization_config that count."""
-
-    quant_config: dict[str, Any] = {}
-    skip_modules: list[str] = []
-
-
 class HqqScheme:
     """Implements `Scheme`."""
 
@@ -89,13 +58,8 @@ class HqqScheme:
         """dtype: of the model. Raises ConfigError for settings that it does not know."""
         settings = read(said, HqqSettings)
         self._dtype, self._left_out = dtype, NamePatterns(settings.skip_modules)
-        self._for_all, self._by_tag = WeightParams(), SettingsByName[WeightParams]({})
-        if "weight_quant_params" in settings.quant_config:
-            self._for_all = read(settings.quant_config, QuantConfig).weight_quant_params
-        else:
-            named = settings.quant_config.items()
-            read_of = {tag: read(one, QuantConfig).weight_quant_params for tag, one in named if one}
-            self._by_tag = SettingsByName(read_of)
+        params = settings.params()
+        self._for_all, self._by_tag = params.pop("", None), SettingsByName(params)
 
     def patterns(self) -> list[NamesOfFile]:
         return [self._left_out, self._by_tag]

@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -29,7 +28,7 @@ from blockyard.services.gpu_worker.loading.tensor_groups import StoredTensor
 from blockyard.services.gpu_worker.loading.weights import FLOATS
 from blockyard.services.gpu_worker.quantization.formats.fp8 import Fp8Scheme
 from blockyard.services.gpu_worker.quantization.formats.layouts.either import quantized_or_not
-from blockyard.services.gpu_worker.quantization.formats.layouts.settings import SCALES, check_scales, names_in, read
+from blockyard.services.gpu_worker.quantization.formats.layouts.scales import SCALES, check_scales
 from blockyard.services.gpu_worker.quantization.kept import table4_a16, w8a16
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import E4M3
 from blockyard.services.gpu_worker.quantization.kept.form import KeptForm
@@ -44,42 +43,20 @@ from blockyard.services.gpu_worker.quantization.names import (
 )
 from blockyard.services.gpu_worker.quantization.scheme import WEIGHT, Matrix, StoredMatrix
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.quantization_settings.floats import (
+    FP8,
+    FP8_BLOCKS,
+    FP8_ROWS,
+    MIXED,
+    ModelOptSettings,
+)
+from blockyard.shared.quantization_settings.floats import NV_GROUP as GROUP
+from blockyard.shared.quantization_settings.reading import read
 
-FP8, FP8_ROWS, FP8_BLOCKS, MIXED = "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MIXED_PRECISION"
-NVFP4 = ("NVFP4", "W4A16_NVFP4")
-READ = (FP8, FP8_ROWS, FP8_BLOCKS, *NVFP4, MIXED)
 SCALE, SECOND_SCALE, INPUT_SCALE = "weight_scale", "weight_scale_2", "input_scale"
 BLOCK = 128  # rows and columns of FP8_PB_WO
-GROUP = 16  # inputs of a scale of nvfp4
 CODES, BYTES = frozenset({E4M3}), frozenset({torch.uint8})
 NOTE = "nvfp4 weights, whose inputs keep 16 bits"
-
-
-class Algorithm(msgspec.Struct, frozen=True):
-    """How a matrix is quantized."""
-
-    quant_algo: str | None = None  # None: it is not
-    group_size: int = GROUP
-
-    @property
-    def algorithm(self) -> str | None:
-        """`quant_algo` in capitals."""
-        return self.quant_algo and self.quant_algo.upper()
-
-    def __post_init__(self) -> None:
-        if self.algorithm is not None and self.algorithm not in READ:
-            raise ValueError(f"quant_algo {self.quant_algo!r} is none of {', '.join(READ)}")
-        if self.algorithm in NVFP4 and self.group_size != GROUP:
-            raise ValueError(f"group_size {self.group_size}: {self.quant_algo} has groups of {GROUP}")
-
-
-class ModelOptSettings(Algorithm, frozen=True):
-    """The fields of quantization_config that count."""
-
-    exclude_modules: list[str] = []
-    ignore: list[str] = []
-    modules_to_not_convert: list[str] = []
-    quantized_layers: dict[str, Algorithm] = {}
 
 
 class ModelOptScheme:
@@ -87,12 +64,8 @@ class ModelOptScheme:
 
     def __init__(self, said: Mapping[str, Any], device: torch.device) -> None:
         """Raises ConfigError for settings that it does not know."""
-        inner = said.get("quantization")  # in config.json it may be as in hf_quant_config.json
-        settings = read({**said, **inner} if isinstance(inner, Mapping) else said, ModelOptSettings)
-        self._settings = settings
-        self._left_out = NamePatterns(
-            names_in(settings.exclude_modules, settings.ignore, settings.modules_to_not_convert)
-        )
+        self._settings = settings = read(said, ModelOptSettings)
+        self._left_out = NamePatterns(settings.left_out)
         self._by_name = SettingsByName({bare(name): one for name, one in settings.quantized_layers.items()})
         self._fp8 = {
             FP8: Fp8Scheme({"activation_scheme": "static"}, device),
@@ -121,13 +94,13 @@ class ModelOptScheme:
 
     def _algorithm(self, name: str) -> str | None:
         """Finds a matrix's algorithm. None: not quantized. A name may mean all matrices in a part of a model."""
-        if self._settings.algorithm != MIXED:
-            return self._settings.algorithm
+        if self._settings.quant_algo != MIXED:
+            return self._settings.quant_algo
         short = bare(name)
         while short:
             found = self._by_name.find(short, *fused_names(short))
             if found is not None:
-                return found.algorithm
+                return found.quant_algo
             short = short.rpartition(".")[0]
         return None
 

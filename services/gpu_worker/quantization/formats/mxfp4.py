@@ -10,26 +10,21 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
-from blockyard.services.gpu_worker.quantization.formats.layouts.settings import exponents, read
+from blockyard.services.gpu_worker.quantization.formats.layouts.scales import exponents
 from blockyard.services.gpu_worker.quantization.kept import table4_a16
 from blockyard.services.gpu_worker.quantization.kept.table4_a16 import E2M1, Table4A16
 from blockyard.services.gpu_worker.quantization.names import NamePatterns
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, StoredMatrix
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.quantization_settings.floats import Mxfp4Settings
+from blockyard.shared.quantization_settings.reading import read
 
 BLOCK = 32  # values of a scale
 BYTES = frozenset({torch.uint8})
 FORM = Table4A16(E2M1, BLOCK, torch.float8_e8m0fnu)
-
-
-class Mxfp4Settings(msgspec.Struct, frozen=True):
-    """The fields of quantization_config that count."""
-
-    modules_to_not_convert: list[str] = []
 
 
 class Mxfp4Scheme:

@@ -13,39 +13,30 @@ and 16 times it is times s_channel. Documented in QQQ (qlinear_marlin.py, `pack`
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.weights import FLOATS
 from blockyard.services.gpu_worker.quantization.formats.layouts.integers import (
-    WHOLE_ROW,
     WORDS,
     check_sizes,
     is_outside,
 )
 from blockyard.services.gpu_worker.quantization.formats.layouts.marlin import RUN, TILE, ordered_scales
 from blockyard.services.gpu_worker.quantization.formats.layouts.packing import as_bytes, unpack
-from blockyard.services.gpu_worker.quantization.formats.layouts.settings import check_scales, read
+from blockyard.services.gpu_worker.quantization.formats.layouts.scales import check_scales
 from blockyard.services.gpu_worker.quantization.kept import dequantized
 from blockyard.services.gpu_worker.quantization.kept.dequantized import Dequantized
 from blockyard.services.gpu_worker.quantization.names import NamesOfFile
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, StoredMatrix
+from blockyard.shared.quantization_settings.integers import QQQ_BITS as BITS
+from blockyard.shared.quantization_settings.integers import QQQ_GROUP as GROUP
+from blockyard.shared.quantization_settings.integers import QqqSettings
+from blockyard.shared.quantization_settings.reading import read
 
 CODES, ROW_SCALES, GROUP_SCALES = "B", "s_channel", "s_group"
-BITS, GROUP, SHIFT = 4, 128, 16  # a signed code is in the upper half of a byte
+SHIFT = 16  # a signed code is in the upper half of a byte
 IN_GROUPS, IN_ROWS = (0, 2, 4, 6, 1, 3, 5, 7), (4, 0, 5, 1, 6, 2, 7, 3)  # the codes of a word
-
-
-class QqqSettings(msgspec.Struct, frozen=True):
-    """The fields of quantization_config that count."""
-
-    wbits: int = BITS
-    group_size: int = GROUP
-
-    def __post_init__(self) -> None:
-        if self.wbits != BITS or self.group_size not in (WHOLE_ROW, GROUP):
-            raise ValueError(f"wbits {self.wbits}, group_size {self.group_size}: {BITS}, and {WHOLE_ROW} or {GROUP}")
 
 
 class QqqScheme:

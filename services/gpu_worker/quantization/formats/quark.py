@@ -12,49 +12,24 @@ Documented in Quark ("Exporting to Hugging Face safetensors", "Quark's quantizat
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
 import torch
 
 from blockyard.services.gpu_worker.quantization.formats.layouts import stored_codes
-from blockyard.services.gpu_worker.quantization.formats.layouts.settings import read
-from blockyard.services.gpu_worker.quantization.formats.layouts.stored_codes import MX_GROUP, CodeScheme, Inputs
+from blockyard.services.gpu_worker.quantization.formats.layouts.stored_codes import CodeScheme, Inputs
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import has_products
 from blockyard.services.gpu_worker.quantization.names import HEAD, NamePatterns, is_left_out
 from blockyard.services.gpu_worker.quantization.scheme import WEIGHT, Matrix, StoredMatrix
-from blockyard.shared.errors import ConfigError
+from blockyard.shared.quantization_settings.groups import (
+    FP4,
+    FP8,
+    PER_GROUP,
+    LayerConfig,
+    QuarkSettings,
+    TensorConfig,
+)
+from blockyard.shared.quantization_settings.reading import read
 
-FP8, INT8, FP4 = "fp8_e4m3", "int8", "fp4"
-PER_TENSOR, PER_CHANNEL, PER_GROUP = "per_tensor", "per_channel", "per_group"
 KEPT_INPUTS = "inputs that the file would quantize stay 16 bits"
-
-
-class TensorConfig(msgspec.Struct, frozen=True):
-    """How tensors are quantized. The fields that count."""
-
-    dtype: str
-    qscheme: str = PER_TENSOR
-    group_size: int | None = None
-    symmetric: bool | None = None
-    is_dynamic: bool | None = None
-    scale_format: str | None = None
-
-
-class LayerConfig(msgspec.Struct, frozen=True):
-    weight: TensorConfig | None = None
-    input_tensors: TensorConfig | None = None
-
-
-class QuarkSettings(msgspec.Struct, frozen=True):
-    """The fields of quantization_config that count."""
-
-    global_quant_config: LayerConfig = LayerConfig()
-    layer_quant_config: dict[str, LayerConfig] = {}
-    layer_type_quant_config: dict[str, Any] = {}
-    exclude: list[str] = []
-
-    def __post_init__(self) -> None:
-        if self.layer_type_quant_config:
-            raise ValueError("layer_type_quant_config: settings by the class of a layer are not read")
 
 
 class QuarkScheme:
@@ -66,8 +41,6 @@ class QuarkScheme:
         self._has_products = has_products(device)
         self._excluded = NamePatterns(self._settings.exclude)
         self._layers = {key: NamePatterns([key]) for key in self._settings.layer_quant_config}
-        for config in (self._settings.global_quant_config, *self._settings.layer_quant_config.values()):
-            _check(config)
 
     def patterns(self) -> list[NamePatterns]:
         return [self._excluded, *self._layers.values()]
@@ -98,18 +71,3 @@ class QuarkScheme:
             rounded = Inputs(static=not inputs.is_dynamic, symmetric=inputs.symmetric is not False)
         own = CodeScheme(floats=weight.dtype == FP8, inputs=rounded)
         return stored_codes.codes(matrix, own, self._has_products)
-
-
-def _check(config: LayerConfig) -> None:
-    """Raises ConfigError for weights that no layout has."""
-    weight = config.weight
-    if weight is None:
-        return
-    where = "quantization_config: weight:"
-    if weight.dtype not in (FP8, INT8, FP4):
-        raise ConfigError(f"{where} dtype {weight.dtype!r} is none of {FP8}, {INT8}, {FP4}")
-    if weight.dtype == FP4:
-        if weight.qscheme != PER_GROUP or weight.group_size != MX_GROUP or weight.scale_format != "e8m0":
-            raise ConfigError(f"{where} {FP4} is read in groups of {MX_GROUP} with scales in e8m0 (mxfp4)")
-    elif weight.qscheme not in (PER_TENSOR, PER_CHANNEL) or weight.symmetric is False:
-        raise ConfigError(f"{where} {weight.dtype} is read with qscheme {PER_TENSOR} or {PER_CHANNEL}, symmetric")

@@ -14,7 +14,6 @@ Documented in SqueezeLLM (squeezellm/quant.py, `pack2`, and quant_cuda_kernel.cu
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -22,27 +21,19 @@ from blockyard.services.gpu_worker.loading.tensor_groups import StoredTensor
 from blockyard.services.gpu_worker.loading.weights import FLOATS
 from blockyard.services.gpu_worker.quantization.formats.layouts.integers import WORDS, check_sizes, is_outside
 from blockyard.services.gpu_worker.quantization.formats.layouts.packing import as_bytes, unpack
-from blockyard.services.gpu_worker.quantization.formats.layouts.settings import check_scales, read
+from blockyard.services.gpu_worker.quantization.formats.layouts.scales import check_scales
 from blockyard.services.gpu_worker.quantization.kept import dequantized
 from blockyard.services.gpu_worker.quantization.kept.dequantized import Dequantized
 from blockyard.services.gpu_worker.quantization.names import NamesOfFile
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, StoredMatrix
 from blockyard.shared.errors import LoadError
+from blockyard.shared.quantization_settings.integers import SqueezeLlmSettings
+from blockyard.shared.quantization_settings.reading import read
 
 CODES, TABLE = "qweight", "lookup_table"
 ROWS, COLUMNS, VALUES, STARTS = "rows", "cols", "vals", "startrows"
 WHOLE_ROWS, WHOLE_NUMBERS = "full_rows", "full_row_indices"
-BITS, UNIT = (3, 4), 32  # inputs that fill whole words
-
-
-class SqueezeLlmSettings(msgspec.Struct, frozen=True):
-    """The fields of quantization_config that count."""
-
-    wbits: int = 4
-
-    def __post_init__(self) -> None:
-        if self.wbits not in BITS:
-            raise ValueError(f"wbits {self.wbits}: 3 and 4 are read")
+UNIT = 32  # inputs that fill whole words
 
 
 class SqueezeLlmScheme:

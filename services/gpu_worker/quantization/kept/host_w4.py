@@ -27,6 +27,7 @@ OUTPUTS = 16  # a multiple of these
 MIDDLE = 8
 MOST_ROWS = 128
 TRIAL_INPUTS, MOST_ROWS_OF_BLOCK = 32, 128  # of the trials that show torch's layout
+ROWS_AT_ONCE = 4 * MOST_ROWS_OF_BLOCK  # whole blocks, whose codes in four bytes each stay in a processor's cache
 
 
 def fits(group: int | None, shape: tuple[int, int], dtype: torch.dtype) -> bool:
@@ -50,7 +51,8 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor) -> dict[str, Tensor]:
     scales, zeros = (one.expand(-1, inputs // group) for one in (scales, zeros))
     rounded = scales.bfloat16()
     both = torch.stack((rounded, ((MIDDLE - zeros) * rounded.float()).bfloat16()), -1)  # [outputs, groups, 2]
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+    convert = torch.ops.aten._convert_weight_to_int4pack_for_cpu
+    packed = torch.cat([convert(some.int(), 1) for some in torch.split(codes, ROWS_AT_ONCE)])
     return {CODES: packed, SCALES: both.transpose(0, 1).contiguous()}
 
 

@@ -113,9 +113,11 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
     (target / "some").touch()
     with pytest.raises(ConfigError, match="target: the folder is not empty"):
         quantize(of_source, target, Rounding("int8"))
-    with_config(of_source, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(ConfigError, match="the checkpoint is quantized already"):
-        quantize(of_source, tmp_path / "other", Rounding("int8"))
+    fp8: dict[str, Any] = {"quantization_config": {"quant_method": "fp8"}}
+    for fields in (fp8, {"quantization_config": None, "text_config": fp8}):
+        with_config(of_source, **fields)
+        with pytest.raises(ConfigError, match="the checkpoint is quantized already"):
+            quantize(of_source, tmp_path / "other", Rounding("int8"))
     with pytest.raises(ConfigError, match=r"no \.safetensors files"):
         (tmp_path / "empty").mkdir()
         (tmp_path / "empty" / "config.json").write_text("{}")

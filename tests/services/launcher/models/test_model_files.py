@@ -122,7 +122,7 @@ FOREIGN = LLAMA | {"quantization_config": {"quant_method": "tpu_int8"}}
         ),
         (LLAMA | {"quantization_config": {"quant_method": "no"}}, "quant_method 'no', which is not supported; supp"),
         (LLAMA | {"quantization_config": {"bits": 4}}, "has no quant_method; supported: .*fp8"),
-        (LLAMA | {"quantization_config": "fp8"}, "has no quant_method; supported: .*fp8"),
+        (LLAMA | {"quantization_config": "fp8"}, "is 'fp8', and no object; supported: .*fp8"),
     ],
 )
 def test_an_unknown_quantization_is_refused_with_those_that_are_known(

@@ -4,5 +4,5 @@
 - `stored_codes`: the tensors of compressed-tensors and Quark.
 - `ggml_blocks`: the blocks of GGUF files.
 - `either`: matrices of which a file does not say whether they are quantized.
-- `packing`: codes of a few bits in bytes. `settings`: reads quantization_config and checks scales.
+- `packing`: codes of a few bits in bytes. `scales`: checks of scales.
 """

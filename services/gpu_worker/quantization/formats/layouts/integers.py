@@ -25,7 +25,6 @@ from blockyard.shared.errors import ConfigError, LoadError
 
 WORDS = frozenset({torch.int32})  # that codes are packed in
 WORD_BITS = 32
-WHOLE_ROW = -1  # the group size of one group a row
 _IN_BLOCK = re.compile(r"(^|\.)(layers|h|blocks)\.\d+\.")
 
 
@@ -89,15 +88,6 @@ def stored_matrix(
 ) -> StoredMatrix:
     """A matrix that becomes `own.form`. Files of all packings have biases of zeros where models have none."""
     return StoredMatrix(form=own.form(dtype), tensors=tensors, to_kept=to_kept, unused=(matrix.tensor("bias"),))
-
-
-def group_of(said: int, bits: int) -> int | None:
-    """The group of `Integers` from group_size. Raises ValueError."""
-    if bits not in (2, 3, 4, 8):
-        raise ValueError(f"bits {bits} is none of 2, 3, 4, 8")
-    if said != WHOLE_ROW and said < 1:
-        raise ValueError(f"group_size {said}: it is {WHOLE_ROW} or at least 1")
-    return None if said == WHOLE_ROW else said
 
 
 def check_sizes(matrix: Matrix, *, inputs: int = 1, outputs: int = 1) -> None:

@@ -26,7 +26,7 @@ from blockyard.services.gpu_worker.quantization.formats.layouts.integers import 
     stored_matrix,
 )
 from blockyard.services.gpu_worker.quantization.formats.layouts.packing import as_bytes, pack, unpack
-from blockyard.services.gpu_worker.quantization.formats.layouts.settings import check_scales
+from blockyard.services.gpu_worker.quantization.formats.layouts.scales import check_scales
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, StoredMatrix
 
 TILE = 16

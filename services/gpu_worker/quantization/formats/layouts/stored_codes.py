@@ -24,7 +24,7 @@ from torch import Tensor
 from blockyard.services.gpu_worker.loading.tensor_groups import StoredTensor
 from blockyard.services.gpu_worker.loading.weights import FLOATS
 from blockyard.services.gpu_worker.quantization.formats.layouts.packing import as_bytes, unpack
-from blockyard.services.gpu_worker.quantization.formats.layouts.settings import SCALES, check_scales, exponents
+from blockyard.services.gpu_worker.quantization.formats.layouts.scales import SCALES, check_scales, exponents
 from blockyard.services.gpu_worker.quantization.kept import act_order, fp8_w8a8, int8_w8a8, table4_a16, w4a16, w8a16
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import E4M3
 from blockyard.services.gpu_worker.quantization.kept.form import KeptForm
@@ -108,21 +108,24 @@ def _from_words(
     if shape is not None and shape.tolist() != [matrix.outputs, matrix.inputs]:
         means = [matrix.outputs, matrix.inputs]
         raise LoadError(f"{matrix.tensor(SHAPE)}: the checkpoint has {shape.tolist()}, config.json means {means}")
-    codes = unpack(as_bytes(tensors[PACKED]), own.bits, matrix.inputs)
+    packed = as_bytes(tensors[PACKED])
     order = act_order.sorting(matrix.tensor(GROUPS), group, tensors[GROUPS].long()) if GROUPS in tensors else None
-    if order is not None:
-        codes = codes[:, order]
     scales = _of_rows(check_scales(matrix.tensor(SCALE), tensors[SCALE]), matrix.outputs, group)
     zeros = None
     if own.has_zeros:
         zeros = unpack(as_bytes(tensors[ZERO].t()), own.bits, matrix.outputs).t()
         zeros = zeros[:, 0] if group is None else zeros
+    if own.bits == 4 and order is None:  # the words have the bytes of `W4A16`
+        made = {w4a16.CODES: packed[:, : -(-matrix.inputs // 2)], w4a16.SCALES: scales}
+        return made if zeros is None else made | {w4a16.ZEROS: zeros}
+    codes = unpack(packed, own.bits, matrix.inputs)
+    codes = codes if order is None else codes[:, order]
     if own.bits == 4:
         made = {w4a16.CODES: w4a16.pack(codes), w4a16.SCALES: scales}
         made |= {} if zeros is None else {w4a16.ZEROS: zeros}
     else:
         middle = 1 << own.bits - 1
-        made = {w8a16.CODES: (codes.short() - middle).to(torch.int8), w8a16.SCALES: scales}
+        made = {w8a16.CODES: (codes - middle).view(torch.int8), w8a16.SCALES: scales}
         made |= {} if zeros is None else {w8a16.ZEROS: (zeros.short() - middle).to(dtype)}
     return made if order is None else made | {act_order.ORDER: order.int()}
 

@@ -20,8 +20,8 @@ from blockyard.services.gpu_worker.quantization.formats.layouts.ggml_blocks impo
 from blockyard.services.gpu_worker.quantization.kept.w4a16 import W4A16
 from blockyard.services.gpu_worker.quantization.kept.w8a16 import W8A16
 from blockyard.services.gpu_worker.quantization.scheme import Matrix
-from blockyard.shared.config.checkpoint import read_quantization
 from blockyard.shared.errors import ConfigError, LoadError
+from blockyard.shared.quantization_settings.files import read_quantization
 
 
 def scheme_of(kind: str, stored: Tensor, inputs: int, dtype: torch.dtype) -> Any:
@@ -70,8 +70,8 @@ def test_zeros_that_16_bits_do_not_hold() -> None:
 )
 def test_logits(tmp_path: Path, model: str, architecture: str, kind: Kind) -> None:
     plain, packed = write_gguf(tmp_path, model, kind, architecture)
-    assert read_quantization(packed, {}) == {"quant_method": "gguf"}
-    assert read_quantization(plain, {}) == {}
+    assert read_quantization(packed, {}).said == {"quant_method": "gguf"}
+    assert read_quantization(plain, {}).said == {}
     for load_format in ("auto", "gguf"):
         runner = start(packed, max_model_len=64, config_overrides=SAID, load_format=load_format)
         like = start(plain, max_model_len=64)

@@ -26,8 +26,8 @@ from blockyard.services.gpu_worker.quantization.cut_linear import CutLinear
 from blockyard.services.gpu_worker.quantization.formats.gptq import GptqScheme
 from blockyard.services.gpu_worker.quantization.kept import form
 from blockyard.services.gpu_worker.quantization.kept.form import KeptLinear
-from blockyard.shared.config.checkpoint import read_quantization
 from blockyard.shared.errors import ConfigError, LoadError
+from blockyard.shared.quantization_settings.files import read_quantization
 
 CPU = torch.device("cpu")
 
@@ -253,7 +253,7 @@ def test_wrong_tensors_are_named(tmp_path: Path, layout: Layout, suffix: str, va
         ({"group_size": 0}, "group_size 0: it is -1 or at least 1"),
         ({"checkpoint_format": "bitblas"}, "checkpoint_format 'bitblas' is none of gptq, gptq_v2, marlin"),
         ({"checkpoint_format": "marlin", "bits": 8}, "bits 8: weights in Marlin's order have 4"),
-        ({"sym": "yes"}, "Expected `bool`.*sym"),
+        ({"sym": "yes"}, 'config.json: quantization_config: sym is "yes": Expected `bool`'),
         ({"dynamic": {"(": {}}}, r"'\(' is not a regular expression"),
     ],
 )
@@ -275,8 +275,8 @@ def test_wrong_settings_are_refused(fields: dict[str, Any], error: str) -> None:
 )
 def test_sizes_that_do_not_fit_are_named(size: int, inputs: int, fields: dict[str, Any], error: str) -> None:
     table = WeightTable(torch.float32, torch.device("meta"))
-    layers = LinearLayers(table, {"quantization_config": Layout().config() | fields})
     with pytest.raises(ConfigError, match=error):
+        layers = LinearLayers(table, {"quantization_config": Layout().config() | fields})
         layers.make([part("h.0.a", size)], inputs)
 
 
@@ -288,7 +288,22 @@ def test_older_files_say_it_in_a_file_of_their_own(tmp_path: Path) -> None:
     (made.packed / "config.json").write_text(json.dumps(config))
     del said["quant_method"], said["checkpoint_format"]
     (made.packed / "quantize_config.json").write_text(json.dumps(said))
-    found = read_quantization(made.packed, config)
+    found = read_quantization(made.packed, config).said
     overrides = json.dumps({"quantization_config": found})
     packed = start(made.packed, max_model_len=64, config_overrides=overrides)
     torch.testing.assert_close(logits(packed), logits(start(made.plain, max_model_len=64)), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("names", [("", ""), ("", "language_model."), ("model.", "model.language_model.")])
+def test_a_text_part_may_say_it(tmp_path: Path, names: tuple[str, str]) -> None:
+    """names: what the names of weights begin with in place of what."""
+    said = {"dynamic": {r"-:model\.language_model\.layers\.0\..*q_proj": {}}}
+    made = write_gptq(tmp_path, "llama", Layout(), {"layers.0.self_attn.q_proj": None}, **said)
+    text = json.loads((made.packed / "config.json").read_text())
+    config = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text | {"model_type": "mistral"}}
+    (made.packed / "config.json").write_text(json.dumps(config))
+    tensors = load_file(made.packed / "model.safetensors")
+    before, now = names
+    renamed = {now + one.removeprefix(before) if one.startswith(before) else one: tensors[one] for one in tensors}
+    save_file(renamed, made.packed / "model.safetensors")
+    check_logits(made)

@@ -25,15 +25,15 @@ from tiny_models import start
 from blockyard.services.gpu_worker.kv.scales import place_scales
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.quantization.formats import modelopt
-from blockyard.shared.config.checkpoint import read_quantization
 from blockyard.shared.errors import ConfigError, LoadError
 from blockyard.shared.quantization import has_fp8_kv
+from blockyard.shared.quantization_settings.files import read_quantization
 
 MODELS = ("llama", "mixtral", "qwen3-moe", "deepseek-v3")
 
 
 def check(made: Checkpoints, rounds_inputs: bool = False, **fields: Any) -> Any:
-    said = json.dumps({"quantization_config": read_quantization(made.packed, {})})
+    said = json.dumps({"quantization_config": read_quantization(made.packed, {}).said})
     add_settings(made, said)
     return check_logits(made, round_statically if rounds_inputs else None, **fields)
 
@@ -45,7 +45,7 @@ def test_files_with_scales_of_the_kv_cache_alone(tmp_path: Path) -> None:
     (made.packed / "hf_quant_config.json").write_text(json.dumps(of_file(inner)))
     runner = check(made)
     assert {linear.method.form for linear in runner.model.linears()} == {"dense"}
-    assert has_fp8_kv(read_quantization(made.packed, {}))
+    assert has_fp8_kv(read_quantization(made.packed, {}).said)
     assert has_fp8_kv({"quant_method": "modelopt", "quantization": inner})
 
 

@@ -1,34 +1,13 @@
-"""Reads quantization_config as a typed struct, and checks numbers of checkpoints."""
+"""Checks numbers of checkpoints."""
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
-
-import msgspec
 import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.weights import FLOATS
-from blockyard.shared.errors import ConfigError, LoadError
-
-T = TypeVar("T", bound=msgspec.Struct)
+from blockyard.shared.errors import LoadError
 
 NO_EXPONENT = 255  # of e8m0: NaN
 SCALES = FLOATS | {torch.float8_e8m0fnu}  # dtypes that checkpoints have of scales
-
-
-def read(said: Mapping[str, Any], struct: type[T]) -> T:
-    """quantization_config as a struct, without the keys that it does not know. Null stands for the default. Raises
-    ConfigError naming the field."""
-    given = {key: value for key, value in said.items() if value is not None}
-    try:
-        return msgspec.convert(given, struct)
-    except msgspec.ValidationError as e:
-        raise ConfigError(f"config.json: quantization_config: {e}") from e
-
-
-def names_in(*lists: Any) -> list[str]:
-    """The names of several lists, of which each may be missing."""
-    return [name for some in lists for name in some or ()]
 
 
 def exponents(name: str, stored: Tensor) -> Tensor:
