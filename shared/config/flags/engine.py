@@ -1,6 +1,6 @@
 """Flags of memory, scheduling and parallelism."""
 
-from blockyard.shared.config.flags.flag import Flag, FlagKind
+from blockyard.shared.config.flags.flag import Flag, FlagKind, switch
 
 PARALLEL = (
     Flag(
@@ -63,18 +63,14 @@ PARALLEL = (
         ge=1,
         le=1024,
     ),
-    Flag(
+    switch(
         "enable-expert-parallel",
-        FlagKind.BOOL,
-        False,
         "Give each rank of --tensor-parallel-size, and of all replicas of --data-parallel-size together, some experts "
         "whole. Otherwise each rank has a share of every expert, and each replica has all.",
         ("worker.expert_parallel",),
     ),
-    Flag(
+    switch(
         "enable-eplb",
-        FlagKind.BOOL,
-        False,
         "With --enable-expert-parallel: move experts between ranks while serving, so that they have about equal loads.",
     ),
     Flag(
@@ -93,19 +89,15 @@ PARALLEL = (
         "ray if this machine has too few GPUs and a cluster answers.",
         choices=("mp", "uni", "ray", "external_launcher"),
     ),
-    Flag("worker-use-ray", FlagKind.BOOL, False, "The same as --distributed-executor-backend ray."),
-    Flag(
+    switch("worker-use-ray", "The same as --distributed-executor-backend ray."),
+    switch(
         "engine-use-ray",
-        FlagKind.BOOL,
-        False,
         "Start the engine with Ray.",
         mapped="services are processes of their own already; for ranks: --distributed-executor-backend ray",
     ),
-    Flag("ray-workers-use-nsight", FlagKind.BOOL, False, "Profile each rank that Ray starts with Nsight Systems."),
-    Flag(
+    switch("ray-workers-use-nsight", "Profile each rank that Ray starts with Nsight Systems."),
+    switch(
         "disable-custom-all-reduce",
-        FlagKind.BOOL,
-        False,
         "Sum over ranks by NCCL alone, and not by kernels that write to other GPUs' memory.",
         ("!worker.custom_all_reduce",),
     ),
@@ -291,10 +283,8 @@ SCHEDULER = (
         ("scheduler.scheduling_policy",),
         choices=("fcfs", "priority", "fair"),
     ),
-    Flag(
+    switch(
         "disable-async-output-proc",
-        FlagKind.BOOL,
-        False,
         "Process outputs between steps.",
         mapped="the same as --run-ahead 0",
     ),

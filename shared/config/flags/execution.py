@@ -1,15 +1,13 @@
 """Flags of the execution of steps, and of the device."""
 
-from blockyard.shared.config.flags.flag import FOREIGN, Flag, FlagKind
+from blockyard.shared.config.flags.flag import FOREIGN, Flag, FlagKind, switch
 
 _GRAPHS = "decode steps of any length are in CUDA graphs; --enforce-eager turns them off"
 
 EXECUTION = (
-    Flag("enforce-eager", FlagKind.BOOL, False, "No CUDA graphs.", ("worker.enforce_eager",)),
-    Flag(
+    switch("enforce-eager", "No CUDA graphs.", ("worker.enforce_eager",)),
+    switch(
         "batch-invariant",
-        FlagKind.BOOL,
-        False,
         "A sequence's logits do not depend on the rest of its batch; slower.",
         ("worker.batch_invariant",),
     ),
@@ -61,10 +59,8 @@ EXECUTION = (
         "interactivity: a CUDA graph for each batch size up to 32.",
         choices=("balanced", "interactivity", "throughput"),
     ),
-    Flag(
+    switch(
         "enable-sleep-mode",
-        FlagKind.BOOL,
-        False,
         "Allow POST /sleep, which frees the memory of weights and KV until POST /wake_up.",
         ("scheduler.enable_sleep_mode",),
     ),

@@ -1,6 +1,6 @@
 """Flags of observability, and of features that are not built yet."""
 
-from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
+from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built, switch
 from blockyard.shared.quantization import TABLE, refusals
 
 _SPECULATION = not_built("speculative decoding")
@@ -21,8 +21,8 @@ QUANTIZATION = (
 )
 
 LORA = (
-    Flag("enable-lora", FlagKind.BOOL, False, "Serve LoRA adapters; --lora-modules implies it."),
-    Flag("enable-lora-bias", FlagKind.BOOL, False, "Adapters may have biases."),
+    switch("enable-lora", "Serve LoRA adapters; --lora-modules implies it."),
+    switch("enable-lora-bias", "Adapters may have biases."),
     Flag(
         "lora-modules",
         FlagKind.LIST,
@@ -53,10 +53,8 @@ LORA = (
         "Factors of the context, such as 2,4, that adapters for longer contexts may have.",
     ),
     Flag("max-cpu-loras", FlagKind.INT, None, "Adapters kept in host memory; unset: --max-loras.", ge=1),
-    Flag(
+    switch(
         "fully-sharded-loras",
-        FlagKind.BOOL,
-        False,
         "Ranks of --tensor-parallel-size divide both matrices of an adapter, not only the one that the layer divides.",
     ),
     Flag("qlora-adapter-name-or-path", FlagKind.TEXT, None, "An adapter, served under this text as its name."),
@@ -81,7 +79,7 @@ LORA = (
         "Seconds that an adapter waits for a place before the least recently used one takes no new requests.",
         ge=0,
     ),
-    Flag("enable-prompt-adapter", FlagKind.BOOL, False, "Serve prompt adapters; --prompt-adapters implies it."),
+    switch("enable-prompt-adapter", "Serve prompt adapters; --prompt-adapters implies it."),
     Flag("prompt-adapters", FlagKind.LIST, [], "Prompt adapters, each as name=path."),
     Flag("max-prompt-adapters", FlagKind.INT, 64, "Prompt adapters that are loaded at a time.", ge=1),
     Flag("max-prompt-adapter-token", FlagKind.INT, 0, "Most virtual tokens of a prompt adapter.", ge=0),
@@ -108,9 +106,7 @@ SPECULATIVE = (
         ge=0,
         harmless=(0,),
     ),
-    Flag(
-        "speculative-disable-mqa-scorer", FlagKind.BOOL, False, "Score drafts by batch expansion.", refused=_SPECULATION
-    ),
+    switch("speculative-disable-mqa-scorer", "Score drafts by batch expansion.", refused=_SPECULATION),
     Flag(
         "speculative-draft-tensor-parallel-size",
         FlagKind.INT,
@@ -158,7 +154,7 @@ SPECULATIVE = (
 MULTIMODAL = (
     Flag("limit-mm-per-prompt", FlagKind.TEXT, None, "Images and videos a prompt may have.", refused=_IMAGES),
     Flag("mm-processor-kwargs", FlagKind.JSON, None, "Settings of the image processor.", refused=_IMAGES),
-    Flag("disable-mm-preprocessor-cache", FlagKind.BOOL, False, "Do not keep processed images.", refused=_IMAGES),
+    switch("disable-mm-preprocessor-cache", "Do not keep processed images.", refused=_IMAGES),
     Flag(
         "image-input-type",
         FlagKind.TEXT,
@@ -172,7 +168,7 @@ MULTIMODAL = (
     Flag("image-feature-size", FlagKind.INT, None, "Tokens of an image.", refused=_IMAGES),
     Flag("image-processor", FlagKind.TEXT, None, "Image processor.", refused=_IMAGES),
     Flag("image-processor-revision", FlagKind.TEXT, None, "Revision of the image processor.", refused=_IMAGES),
-    Flag("disable-image-processor", FlagKind.BOOL, False, "Use no image processor.", refused=_IMAGES),
+    switch("disable-image-processor", "Use no image processor.", refused=_IMAGES),
 )
 
 OBSERVABILITY = (
@@ -185,18 +181,14 @@ OBSERVABILITY = (
         choices=("model", "worker", "all"),
         refused=_TRACES,
     ),
-    Flag("disable-log-stats", FlagKind.BOOL, False, "Log no periodic statistics.", ("!scheduler.log_stats",)),
-    Flag("disable-log-requests", FlagKind.BOOL, False, "Log no line for a request, at its arrival or its end."),
-    Flag(
+    switch("disable-log-stats", "Log no periodic statistics.", ("!scheduler.log_stats",)),
+    switch("disable-log-requests", "Log no line for a request, at its arrival or its end."),
+    switch(
         "enable-log-requests",
-        FlagKind.BOOL,
-        False,
         "Log a line when a request arrives: its id, tokens and sampling fields; with --max-log-len its text.",
     ),
-    Flag(
+    switch(
         "enable-log-outputs",
-        FlagKind.BOOL,
-        False,
         "Log the text of each answer at its end, and of streamed ones each event (--enable-log-deltas).",
         ("gateway.log_outputs",),
     ),
@@ -262,10 +254,8 @@ STRUCTURED = (
         "Logits processors of every request: importable names of classes or functions.",
         ("scheduler.model.logits_processors",),
     ),
-    Flag(
+    switch(
         "enable-auto-tool-choice",
-        FlagKind.BOOL,
-        False,
         "Let the model decide in requests with tools whether to call them; needs --tool-call-parser.",
     ),
     Flag(
@@ -281,17 +271,13 @@ STRUCTURED = (
         "",
         "Python file with more formats for --tool-call-parser: shared/tool_parsers/FAMILIES.md says how to write one.",
     ),
-    Flag(
+    switch(
         "exclude-tools-when-tool-choice-none",
-        FlagKind.BOOL,
-        False,
         'Do not show tools to the model in requests with `tool_choice: "none"`.',
         ("scheduler.model.tools.exclude_when_none",),
     ),
-    Flag(
+    switch(
         "enable-reasoning",
-        FlagKind.BOOL,
-        False,
         "Return reasoning apart from content; needs --reasoning-parser.",
         mapped="--reasoning-parser is enough",
     ),

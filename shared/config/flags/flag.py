@@ -3,6 +3,7 @@
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 class FlagKind(enum.StrEnum):
@@ -60,6 +61,11 @@ class Flag:
         if self.refused and value != self.default and value not in self.harmless:
             return self.refused
         return ""
+
+
+def switch(name: str, help: str, to: tuple[str, ...] = (), **fields: Any) -> Flag:
+    """Returns a switch that is off by default. fields: the others of `Flag`."""
+    return Flag(name, FlagKind.BOOL, False, help, to, **fields)
 
 
 def variable(name: str) -> str:

@@ -1,6 +1,6 @@
 """Flags of the model, its loading and its tokenizer."""
 
-from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
+from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built, switch
 
 _REMOTE_CODE = "no code from model folders is ever run; the supported families are built in"
 
@@ -72,7 +72,7 @@ MODEL = (
         "normalize, softmax, step_tag_id, returned_token_ids.",
         other_names=("pooler-config",),
     ),
-    Flag("disable-sliding-window", FlagKind.BOOL, False, "Full attention, with the context capped to the window."),
+    switch("disable-sliding-window", "Full attention, with the context capped to the window."),
     Flag(
         "max-logprobs",
         FlagKind.INT,
@@ -206,10 +206,8 @@ LOADING = (
         "JSON file of KV scales; unset: the checkpoint's, or 1.",
         ("worker.kv_scales_path",),
     ),
-    Flag(
+    switch(
         "calculate-kv-scales",
-        FlagKind.BOOL,
-        False,
         "Compute KV scales from the first prompt of a request that has more than one token.",
         ("worker.calculate_kv_scales",),
     ),
@@ -229,10 +227,8 @@ TOKENIZER = (
         },
     ),
     Flag("tokenizer-revision", FlagKind.TEXT, None, "Branch, tag or commit of the tokenizer; unset: --revision."),
-    Flag(
+    switch(
         "skip-tokenizer-init",
-        FlagKind.BOOL,
-        False,
         "Token ids in, token ids out.",
         refused=not_built("serving without a tokenizer; prompts may be given as token ids all the same"),
     ),

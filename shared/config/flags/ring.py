@@ -1,6 +1,6 @@
 """Flags of the ring: replicas, timeouts, links, the mock worker."""
 
-from blockyard.shared.config.flags.flag import Flag, FlagKind
+from blockyard.shared.config.flags.flag import Flag, FlagKind, switch
 
 RING = (
     Flag("config", FlagKind.TEXT, None, "YAML file of flags; the command line and the environment override it."),
@@ -205,5 +205,5 @@ MOCK = (
         ("worker.mock.fatal_id",),
         ge=0,
     ),
-    Flag("mock-echo", FlagKind.BOOL, False, "The mock worker repeats the prompt.", ("worker.mock.echo",)),
+    switch("mock-echo", "The mock worker repeats the prompt.", ("worker.mock.echo",)),
 )

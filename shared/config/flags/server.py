@@ -1,6 +1,6 @@
 """Flags of the HTTP server."""
 
-from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
+from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built, switch
 
 SERVER = (
     Flag(
@@ -26,7 +26,7 @@ SERVER = (
         choices=("debug", "info", "warning", "error", "critical", "trace"),
         mapped="sets the log level of the gateway processes",
     ),
-    Flag("disable-uvicorn-access-log", FlagKind.BOOL, False, "Log no line at the end of each HTTP request."),
+    switch("disable-uvicorn-access-log", "Log no line at the end of each HTTP request."),
     Flag(
         "disable-access-log-for-endpoints",
         FlagKind.TEXT,
@@ -101,10 +101,8 @@ SERVER = (
         "Variables of chat templates for requests that do not set them in `chat_template_kwargs`, e.g. "
         '{"enable_thinking": false}.',
     ),
-    Flag(
+    switch(
         "trust-request-chat-template",
-        FlagKind.BOOL,
-        False,
         "Use the `chat_template` of requests; off: such a request is a 400.",
         ("tokenizer.trust_request_chat_template",),
     ),
@@ -126,74 +124,56 @@ SERVER = (
         choices=("full", "hash", "custom", "none"),
     ),
     Flag("fingerprint-value", FlagKind.TEXT, None, "The `system_fingerprint` of --fingerprint-mode custom."),
-    Flag(
+    switch(
         "enable-scale-out",
-        FlagKind.BOOL,
-        False,
         "Serve /inference/v1/generate, token ids in and out, and what it takes: /v1/completions/render, "
         "/v1/chat/completions/render and /v1/responses/render.",
         ("gateway.scale_out",),
     ),
-    Flag(
+    switch(
         "enable-tokenizer-info-endpoint",
-        FlagKind.BOOL,
-        False,
         "Serve /tokenizer_info: the tokenizer's settings and its chat template.",
         ("gateway.tokenizer_info",),
     ),
-    Flag(
+    switch(
         "return-tokens-as-token-ids",
-        FlagKind.BOOL,
-        False,
         "Show the tokens of log-probabilities as token_id:N.",
         ("gateway.return_tokens_as_token_ids",),
     ),
-    Flag(
+    switch(
         "disable-frontend-multiprocessing",
-        FlagKind.BOOL,
-        False,
         "Run the API server in the engine's process.",
         mapped="the same as --api-gateways 1: services are processes of their own, and one gateway is the least",
     ),
-    Flag(
+    switch(
         "enable-request-id-headers",
-        FlagKind.BOOL,
-        False,
         "Add X-Request-Id to every answer.",
         ("gateway.enable_request_id_headers",),
     ),
-    Flag(
+    switch(
         "disable-fastapi-docs",
-        FlagKind.BOOL,
-        False,
         "Turn off /openapi.json, /docs and /redoc.",
         ("!gateway.serve_docs",),
     ),
-    Flag(
+    switch(
         "strict-fields",
-        FlagKind.BOOL,
-        False,
         "Reject requests with unknown fields with a 400; by default a header names the ignored fields.",
         ("gateway.strict_fields",),
     ),
-    Flag(
+    switch(
         "enable-force-include-usage",
-        FlagKind.BOOL,
-        False,
         "Include usage in every streamed answer, also without `stream_options`.",
         ("gateway.force_include_usage",),
     ),
-    Flag(
+    switch(
         "enable-prompt-tokens-details",
-        FlagKind.BOOL,
-        False,
         "Include prompt_tokens_details in usage.",
         ("gateway.enable_prompt_tokens_details",),
     ),
 )
 
 SECURITY = (
-    Flag("allow-credentials", FlagKind.BOOL, False, "CORS: allow credentials.", ("gateway.cors.allow_credentials",)),
+    switch("allow-credentials", "CORS: allow credentials.", ("gateway.cors.allow_credentials",)),
     Flag("allowed-origins", FlagKind.LIST, ["*"], "CORS: allowed origins.", ("gateway.cors.allowed_origins",)),
     Flag("allowed-methods", FlagKind.LIST, ["*"], "CORS: allowed methods.", ("gateway.cors.allowed_methods",)),
     Flag("allowed-headers", FlagKind.LIST, ["*"], "CORS: allowed headers.", ("gateway.cors.allowed_headers",)),
@@ -243,10 +223,8 @@ SECURITY = (
     ),
     Flag("ssl-ca-certs", FlagKind.TEXT, None, "File of CA certificates for checking client certificates."),
     Flag("ssl-cert-reqs", FlagKind.INT, 0, "Client certificates: 0 none, 1 optional, 2 required.", ge=0, le=2),
-    Flag(
+    switch(
         "enable-ssl-refresh",
-        FlagKind.BOOL,
-        False,
         "Read the TLS files again when they change. New connections have the new certificate.",
     ),
     Flag(
@@ -262,10 +240,8 @@ SECURITY = (
         "Folder from which requests may read images.",
         refused=not_built("image and video input"),
     ),
-    Flag(
+    switch(
         "trust-remote-code",
-        FlagKind.BOOL,
-        False,
         "Run code that comes with a model.",
         mapped="no code from model folders is ever run; the supported families are built in",
     ),

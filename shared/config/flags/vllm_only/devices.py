@@ -6,7 +6,7 @@ chosen by measurement.
 
 from functools import partial
 
-from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
+from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built, switch
 
 _HOSTS = "use `blockyard run gpu-worker` on each host, with one --message-bus for all: ranks find each other there"
 _BALANCE = "the scheduler divides requests among all workers; use --data-parallel-size or more `blockyard run` workers"
@@ -90,7 +90,7 @@ PARALLEL = (
     _overlap("ubatch-size", FlagKind.INT, 0, "Parts of a step.", ge=0),
     _overlap("dbo-decode-token-threshold", FlagKind.INT, 32, "Fewest tokens of a divided decode step.", ge=0),
     _overlap("dbo-prefill-token-threshold", FlagKind.INT, 512, "Fewest tokens of a divided step with prompts.", ge=0),
-    Flag("enable-fault-tolerance", FlagKind.BOOL, False, "Go on without a failed replica.", mapped=_FAULTS),
+    switch("enable-fault-tolerance", "Go on without a failed replica.", mapped=_FAULTS),
     Flag("fault-tolerance-config", FlagKind.JSON, None, "How to go on.", refused=_FAULTS, harmless=({},)),
     Flag(
         "device-ids",

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
+from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built, switch
 
 _SPECULATION = not_built("speculative decoding")
 _STATES = not_built("Mamba and other models with a state in place of KV")
@@ -23,10 +23,8 @@ MODELS = (
         refused="the platforms here, cuda and cpu, have no settings besides flags; leave it out",
         harmless=({},),
     ),
-    Flag(
+    switch(
         "allow-deprecated-quantization",
-        FlagKind.BOOL,
-        False,
         "Allow old quantization methods.",
         mapped="a method is either supported or refused by its name",
     ),
@@ -48,10 +46,8 @@ MODELS = (
         mapped="--task of the same name",
     ),
     Flag("diffusion-config", FlagKind.JSON, None, "Diffusion models.", refused=not_built("diffusion models")),
-    Flag(
+    switch(
         "enable-cumem-allocator",
-        FlagKind.BOOL,
-        False,
         "Allocate memory that can be freed in sleep.",
         mapped=_WHOLE_SLEEP,
     ),
@@ -62,25 +58,19 @@ MODELS = (
         "Score late interaction on the GPU.",
         mapped="there are no models of late interaction, whose scores it computes",
     ),
-    Flag("enable-nccl-comm-suspend", FlagKind.BOOL, False, "Free NCCL's memory in sleep.", mapped=_WHOLE_SLEEP),
-    Flag(
+    switch("enable-nccl-comm-suspend", "Free NCCL's memory in sleep.", mapped=_WHOLE_SLEEP),
+    switch(
         "enable-prompt-embeds",
-        FlagKind.BOOL,
-        False,
         "Take prompts as embeddings.",
         refused=not_built("prompts as embeddings; use text or token ids"),
     ),
-    Flag(
+    switch(
         "enable-return-routed-experts",
-        FlagKind.BOOL,
-        False,
         "Return the chosen experts of each token.",
         refused=not_built("chosen experts in answers; --expert-metrics samples them for /metrics"),
     ),
-    Flag(
+    switch(
         "enable-trace-replay",
-        FlagKind.BOOL,
-        False,
         "Let requests say which tokens are sampled.",
         refused=not_built("sampling of given tokens; `prompt_logprobs` scores given text"),
     ),
@@ -122,10 +112,8 @@ MODELS = (
         refused=not_built("quantization of weights while they are loaded; use a checkpoint that is quantized"),
         harmless=({},),
     ),
-    Flag(
+    switch(
         "return-sampling-mask",
-        FlagKind.BOOL,
-        False,
         "Return the tokens that a draw chose among.",
         refused=not_built("candidates of a draw in answers; `logprobs` shows the most likely ones"),
     ),
@@ -145,7 +133,7 @@ MODELS = (
         "How memory is freed in sleep.",
         mapped=_WHOLE_SLEEP,
     ),
-    Flag("sleep-mode-offload-cudagraph", FlagKind.BOOL, False, "Free CUDA graphs in sleep.", mapped=_WHOLE_SLEEP),
+    switch("sleep-mode-offload-cudagraph", "Free CUDA graphs in sleep.", mapped=_WHOLE_SLEEP),
     Flag(
         "sleep-preserve-parameter-names",
         FlagKind.LIST,
@@ -153,10 +141,8 @@ MODELS = (
         "Weights that stay in memory at level 2 of sleep.",
         refused=not_built("a choice of weights that stay; level 1 of sleep keeps all in host memory"),
     ),
-    Flag(
+    switch(
         "use-fp64-gumbel",
-        FlagKind.BOOL,
-        False,
         "Draw with noise of 64 bits.",
         refused=not_built("noise of 64 bits; draws have noise of 32 bits"),
     ),
@@ -213,10 +199,8 @@ MEDIA = (
     _media("ec-transfer-config", FlagKind.JSON, None, "Transfers of the outputs of encoders.", harmless=({},)),
     _media("enable-mm-embeds", FlagKind.BOOL, False, "Take embeddings of images."),
     _media("interleave-mm-strings", FlagKind.BOOL, False, "Keep images between texts where they stand."),
-    Flag(
+    switch(
         "language-model-only",
-        FlagKind.BOOL,
-        False,
         "Load no encoders.",
         mapped="only the language model is ever loaded",
     ),
@@ -236,10 +220,8 @@ MEDIA = (
     _media("mm-processor-device", FlagKind.TEXT, "auto", "Device that processes media."),
     _media("mm-shm-cache-max-object-size-mb", FlagKind.INT, 128, "Largest processed item, in MiB.", ge=1),
     _media("mm-tensor-ipc", FlagKind.TEXT, "direct_rpc", "How processed media get to workers."),
-    Flag(
+    switch(
         "skip-mm-profiling",
-        FlagKind.BOOL,
-        False,
         "Do not measure encoders at the start.",
         mapped="only the language model is ever loaded",
     ),

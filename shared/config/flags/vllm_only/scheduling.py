@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
+from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built, switch
 
 _OFFLOAD = not_built("a choice of the weights in host memory; --cpu-offload-gb says how many, experts first")
 _offload = partial(Flag, refused=_OFFLOAD)
@@ -24,10 +24,8 @@ SCHEDULING = (
         ge=1,
         mapped="the same as --max-num-batched-tokens, where that is not lower",
     ),
-    Flag(
+    switch(
         "long-prefill-token-threshold-adaptive",
-        FlagKind.BOOL,
-        False,
         "Let the threshold of long prompts grow with the tokens of a step.",
         mapped="without --long-prefill-token-threshold, a prompt of more than 4 % of the context length is long",
     ),
@@ -46,10 +44,8 @@ SCHEDULING = (
         "Own class of the scheduler.",
         refused="no code from outside runs in the scheduler; use --scheduling-policy",
     ),
-    Flag(
+    switch(
         "disable-hybrid-kv-cache-manager",
-        FlagKind.BOOL,
-        False,
         "One size of KV memory for all kinds of layers.",
         mapped="layers of all kinds share one table of blocks",
     ),
@@ -85,10 +81,8 @@ SCHEDULING = (
         refused=not_built("events of KV blocks; the scheduler routes by prefixes itself"),
         harmless=({},),
     ),
-    Flag(
+    switch(
         "kv-sharing-fast-prefill",
-        FlagKind.BOOL,
-        False,
         "Skip prompt tokens in layers that share KV.",
         refused=not_built("layers that skip prompt tokens"),
     ),

@@ -1,15 +1,13 @@
 """Flags of the API and of logs that only vLLM has."""
 
-from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
+from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built, switch
 
 _GRPC = not_built("gRPC; use the HTTP API")
 _SPEC_METRICS = not_built("speculative decoding; leave it at none")
 
 SERVING = (
-    Flag(
+    switch(
         "aggregate-engine-logging",
-        FlagKind.BOOL,
-        False,
         "Log the statistics of all engines as one.",
         mapped="the statistics of all workers of a model are always one line",
     ),
@@ -42,63 +40,47 @@ SERVING = (
         takes_json=True,
         refused=not_built("buckets of one's own; the histograms have vLLM's usual ones"),
     ),
-    Flag(
+    switch(
         "cudagraph-metrics",
-        FlagKind.BOOL,
-        False,
         "Metrics of CUDA graphs.",
         refused=not_built("metrics of CUDA graphs; the start's report says which sizes have one"),
     ),
-    Flag(
+    switch(
         "enable-layerwise-nvtx-tracing",
-        FlagKind.BOOL,
-        False,
         "Mark each layer for Nsight.",
         refused=not_built("marks of layers; profile a step with `blockyard bench latency`"),
     ),
-    Flag(
+    switch(
         "enable-logging-iteration-details",
-        FlagKind.BOOL,
-        False,
         "Log each step.",
         refused=not_built("a log line for each step; /metrics has counts of steps and tokens"),
     ),
-    Flag(
+    switch(
         "enable-mfu-metrics",
-        FlagKind.BOOL,
-        False,
         "Metrics of the FLOPs used.",
         refused=not_built("metrics of FLOPs; `blockyard bench` measures kernels against their ceilings"),
     ),
-    Flag(
+    switch(
         "enable-offline-docs",
-        FlagKind.BOOL,
-        False,
         "Serve the API's pages without assets of other hosts.",
         mapped="no page of this server has assets of other hosts",
     ),
-    Flag(
+    switch(
         "enable-per-request-metrics",
-        FlagKind.BOOL,
-        False,
         "Times in each answer.",
         refused=not_built("times in answers; use the field `return_stamps` of streamed requests, or /metrics"),
     ),
-    Flag(
+    switch(
         "enable-server-load-tracking",
-        FlagKind.BOOL,
-        False,
         "Count requests for /load.",
         mapped="/load is always served",
     ),
-    Flag(
+    switch(
         "fail-on-environ-validation",
-        FlagKind.BOOL,
-        False,
         "End the start if a variable of the environment is wrong.",
         mapped="a wrong BLOCKYARD_ variable always ends the start, others are not read",
     ),
-    Flag("grpc", FlagKind.BOOL, False, "Serve gRPC.", refused=_GRPC),
+    switch("grpc", "Serve gRPC.", refused=_GRPC),
     Flag("grpc-port", FlagKind.INT, None, "Port of gRPC.", ge=1, le=65535, refused=_GRPC),
     Flag(
         "jit-monitor-mode",
@@ -108,17 +90,13 @@ SERVING = (
         choices=("warn", "error"),
         mapped="kernels are compiled before a worker is ready",
     ),
-    Flag(
+    switch(
         "jit-monitor-verbose",
-        FlagKind.BOOL,
-        False,
         "Log each kernel that is compiled.",
         mapped="kernels are compiled before a worker is ready; the start's report counts them",
     ),
-    Flag(
+    switch(
         "kv-cache-metrics",
-        FlagKind.BOOL,
-        False,
         "Metrics of the life of KV blocks.",
         refused=not_built("metrics of single KV blocks; /metrics has their use and the prefix cache's hits"),
     ),
@@ -129,10 +107,8 @@ SERVING = (
         "Share of KV blocks with metrics.",
         refused=not_built("metrics of single KV blocks"),
     ),
-    Flag(
+    switch(
         "log-error-stack",
-        FlagKind.BOOL,
-        False,
         "Log the stack of errors in answers.",
         mapped="the stack of a fault of this server is always logged; errors of clients have none",
     ),
@@ -166,10 +142,8 @@ SERVING = (
         "Show metrics that a version hides.",
         mapped="no metric is hidden",
     ),
-    Flag(
+    switch(
         "tokens-only",
-        FlagKind.BOOL,
-        False,
         "Serve token ids alone.",
         refused=not_built("a server without text; prompts may be given as token ids all the same"),
     ),
