@@ -69,9 +69,11 @@ class KeptForm(Protocol):
 
     def round_inputs(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
         """x [rows, inputs] as products see it, in its dtype. Rows do not depend on each other."""
+        return x
 
     def product(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor | None:
         """x [rows, inputs] -> [rows, outputs], without bias. None: this device or dtype has only the plain product."""
+        return None
 
     def fill(self, kept: Mapping[str, Tensor], generator: torch.Generator) -> None:
         """Writes dummy weights: their numbers have a standard deviation of DUMMY_SCALE."""

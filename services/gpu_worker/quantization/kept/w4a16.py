@@ -26,7 +26,7 @@ from torch import Tensor
 from blockyard.kernels.quantized.packed_weights import Codes, PackedWeights
 from blockyard.services.gpu_worker.quantization.kept import act_order, host_w4
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import expand
-from blockyard.services.gpu_worker.quantization.kept.form import KeptTensor, fill_codes, uniform_scale
+from blockyard.services.gpu_worker.quantization.kept.form import KeptForm, KeptTensor, fill_codes, uniform_scale
 from blockyard.services.gpu_worker.quantization.kept.packed_codes import packed_codes
 
 CODES, SCALES, ZEROS = "codes", "scales", "zeros"
@@ -34,8 +34,8 @@ MIDDLE = 8  # the zero of weights without zeros
 
 
 @dataclass(frozen=True, slots=True)
-class W4A16:
-    """Implements `KeptForm`, `HostForm` and `PackedForm`. The module says what its tensors hold."""
+class W4A16(KeptForm):
+    """Implements `HostForm` and `PackedForm`. The module says what its tensors hold."""
 
     group: int | None = None  # inputs of a scale; None: all of a row
     zeros: torch.dtype | None = None  # uint8, or a float dtype; None: every zero is 8
@@ -57,12 +57,6 @@ class W4A16:
         values -= MIDDLE if self.zeros is None else expand(kept[ZEROS].float(), self.group, inputs)
         values *= expand(kept[SCALES].float(), self.group, inputs)
         return (act_order.of_inputs(values, kept) if self.order else values).to(dtype)
-
-    def round_inputs(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
-        return x
-
-    def product(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor | None:
-        return None
 
     def packed(self, kept: Mapping[str, Tensor], inputs: int) -> PackedWeights:
         """Implements `PackedForm`."""

@@ -17,6 +17,7 @@ from blockyard.services.gpu_worker.quantization.kept import act_order
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import E4M3, expand, fill_e4m3
 from blockyard.services.gpu_worker.quantization.kept.form import (
     DUMMY_SCALE,
+    KeptForm,
     KeptTensor,
     fill_codes,
     fill_numbers,
@@ -33,8 +34,8 @@ MOST_ROWS = 16  # more are multiplied by dequantized weights
 
 
 @dataclass(frozen=True, slots=True)
-class W8A16:
-    """Implements `KeptForm`, `HostForm` and `PackedForm`. A weight is (code - zero) * scale."""
+class W8A16(KeptForm):
+    """Implements `HostForm` and `PackedForm`. A weight is (code - zero) * scale."""
 
     codes: torch.dtype  # int8, uint8 or e4m3
     group: int | None = None  # inputs of a scale; None: all of a row
@@ -56,12 +57,6 @@ class W8A16:
             values -= expand(kept[ZEROS].float(), self.group, inputs)
         values *= expand(kept[SCALES].float(), self.group, inputs)
         return (act_order.of_inputs(values, kept) if self.order else values).to(dtype)
-
-    def round_inputs(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
-        return x
-
-    def product(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor | None:
-        return None
 
     def packed(self, kept: Mapping[str, Tensor], inputs: int) -> PackedWeights:
         """Implements `PackedForm`."""
