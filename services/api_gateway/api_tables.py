@@ -40,7 +40,6 @@ ENDPOINTS = (
 
 
 def markdown() -> str:
-    """Returns the tables."""
     rows = ["| route | key | what it does |", "|---|---|---|"]
     rows += [
         f"| `{each.method} {_path(each)}` | {KEYS[each.access]} | {_cell(summary_of(each))} |" for each in _routes()

@@ -37,7 +37,7 @@ class DiskStore:
 
     def __init__(self, folder: Path, limits: StoreLimits, gateway: int, clock: Callable[[], float] = time.time) -> None:
         """Raises ConfigError if the folder cannot be used."""
-        self._folder, self._limits, self._gateway, self._clock = folder, limits, f"{gateway:016x}", clock
+        self._limits, self._gateway, self._clock = limits, f"{gateway:016x}", clock
         self._locks = folder / "gateways"
         try:
             self._locks.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -75,11 +75,9 @@ class PreNormLayer(Sublayers):
                 sublayer.linears()[0].disable_fusion()
 
     def attend(self, residual: Tensor, delta: Tensor | None, rotation: Rotation, backend: Attend) -> Attended:
-        """Implements `DecoderLayer`."""
         return self._attention.attend(residual, delta, self._norm1, rotation, backend), None
 
     def finish(self, residual: Tensor, attended: Attended) -> tuple[Tensor, Tensor | None]:
-        """Implements `DecoderLayer`."""
         delta = self._attention.ops.linear_then_add(self._attention.out, attended[0], residual)
         del attended
         return residual, self._mlp.forward(residual, delta, self._norm2)
@@ -107,11 +105,9 @@ class PostNormLayer(Sublayers):
             attention.qkv.disable_fusion()
 
     def attend(self, residual: Tensor, delta: Tensor | None, rotation: Rotation, backend: Attend) -> Attended:
-        """Implements `DecoderLayer`."""
         return self._attention.attend(residual, delta, self._before[0], rotation, backend), None
 
     def finish(self, residual: Tensor, attended: Attended) -> tuple[Tensor, Tensor | None]:
-        """Implements `DecoderLayer`."""
         attention, ops = self._attention, self._attention.ops
         [x] = ops.add_normed(residual, attention.out(attended[0]), self._after[0], self._before[1:])
         del attended
@@ -129,12 +125,10 @@ class ParallelLayer(Sublayers):
         _disable_fusion(self.linears())
 
     def attend(self, residual: Tensor, delta: Tensor | None, rotation: Rotation, backend: Attend) -> Attended:
-        """Implements `DecoderLayer`."""
         x = self._attention.ops.add_norm(residual, delta, self._norm)
         return self._attention.attend_normed(x, rotation, backend), x if self._mlp_norm is None else None
 
     def finish(self, residual: Tensor, attended: Attended) -> tuple[Tensor, Tensor | None]:
-        """Implements `DecoderLayer`."""
         out, x = self._attention.out(attended[0]), attended[1]
         del attended
         if self._mlp_norm is not None:

@@ -106,7 +106,6 @@ class LeaderTeam:
         self._watch.start()
 
     def divide(self, decide: Callable[[], list[int]]) -> list[int]:
-        """Implements `RankTeam`."""
         self._stage_layers = decide()
         return self._stage_layers
 

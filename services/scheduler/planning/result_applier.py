@@ -209,7 +209,6 @@ class ResultApplier:
 
 
 def _indexes(tokens: "array[int]", token: int) -> set[int]:
-    """The indexes at which a token stands."""
     places: set[int] = set()
     place = -1
     for _ in range(tokens.count(token)):

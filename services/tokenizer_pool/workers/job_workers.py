@@ -128,8 +128,6 @@ class Server:
 
 
 class WorkerStream:
-    """A worker with its stream."""
-
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
         self.since_s = 0.0  # start of the current job

@@ -100,7 +100,6 @@ class SumNormLayer(Sublayers):
         return self._attention.attend_normed(residual, rotation, backend), None
 
     def finish(self, residual: Tensor, attended: Attended) -> tuple[Tensor, Tensor | None]:
-        """Implements `DecoderLayer`."""
         ops = self._attention.ops
         x = self._norm1(residual.add_(ops.whole(self._attention.out(attended[0]))))
         del attended

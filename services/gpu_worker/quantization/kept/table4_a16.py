@@ -27,8 +27,8 @@ from blockyard.services.gpu_worker.quantization.kept.form import (
     KeptTensor,
     fill_codes,
     fill_numbers,
+    packed_codes,
 )
-from blockyard.services.gpu_worker.quantization.kept.packed_codes import packed_codes
 from blockyard.services.gpu_worker.quantization.kept.w4a16 import unpack
 
 CODES, SCALES, ROW_SCALES = "codes", "scales", "row_scales"
@@ -77,7 +77,6 @@ class Table4A16(KeptForm):
         return values.to(dtype)
 
     def packed(self, kept: Mapping[str, Tensor], inputs: int) -> PackedWeights:
-        """Implements `PackedForm`."""
         codes, scales, rows = kept[CODES], kept[SCALES], kept.get(ROW_SCALES)
         if self.table == E2M1:
             return packed_codes(Codes.E2M1, codes, inputs, self.group, scales, row_scales=rows)

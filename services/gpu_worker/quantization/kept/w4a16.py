@@ -26,8 +26,13 @@ from torch import Tensor
 from blockyard.kernels.quantized.packed_weights import Codes, PackedWeights
 from blockyard.services.gpu_worker.quantization.kept import act_order, host_w4
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import expand
-from blockyard.services.gpu_worker.quantization.kept.form import KeptForm, KeptTensor, fill_codes, uniform_scale
-from blockyard.services.gpu_worker.quantization.kept.packed_codes import packed_codes
+from blockyard.services.gpu_worker.quantization.kept.form import (
+    KeptForm,
+    KeptTensor,
+    fill_codes,
+    packed_codes,
+    uniform_scale,
+)
 
 CODES, SCALES, ZEROS = "codes", "scales", "zeros"
 MIDDLE = 8  # the zero of weights without zeros
@@ -59,7 +64,6 @@ class W4A16(KeptForm):
         return (act_order.of_inputs(values, kept) if self.order else values).to(dtype)
 
     def packed(self, kept: Mapping[str, Tensor], inputs: int) -> PackedWeights:
-        """Implements `PackedForm`."""
         return packed_codes(Codes.INT4, kept[CODES], inputs, self.group, kept[SCALES], kept.get(ZEROS))
 
     def fits_host(self, shape: tuple[int, int], dtype: torch.dtype) -> bool:
@@ -84,7 +88,7 @@ class W4A16(KeptForm):
 
     def fill(self, kept: Mapping[str, Tensor], generator: torch.Generator) -> None:
         fill_codes(kept[CODES], generator)
-        kept[SCALES].fill_(uniform_scale(0, 16))
+        kept[SCALES].fill_(uniform_scale(16))
         if self.zeros is not None:
             kept[ZEROS].fill_(MIDDLE)
         if self.order:

@@ -21,9 +21,9 @@ from blockyard.services.gpu_worker.quantization.kept.form import (
     KeptTensor,
     fill_codes,
     fill_numbers,
+    packed_codes,
     uniform_scale,
 )
-from blockyard.services.gpu_worker.quantization.kept.packed_codes import packed_codes
 
 CODES, SCALES, ZEROS = "codes", "scales", "zeros"
 DUMMY_STD = 112.0  # of codes in e4m3
@@ -59,7 +59,6 @@ class W8A16(KeptForm):
         return (act_order.of_inputs(values, kept) if self.order else values).to(dtype)
 
     def packed(self, kept: Mapping[str, Tensor], inputs: int) -> PackedWeights:
-        """Implements `PackedForm`."""
         return packed_codes(_KINDS[self.codes], kept[CODES], inputs, self.group, kept[SCALES], kept.get(ZEROS))
 
     def fits_host(self, shape: tuple[int, int], dtype: torch.dtype) -> bool:
@@ -84,7 +83,7 @@ class W8A16(KeptForm):
             fill_numbers(kept[SCALES], DUMMY_SCALE / DUMMY_STD)
         else:
             fill_codes(kept[CODES], generator)
-            fill_numbers(kept[SCALES], uniform_scale(0, 255))
+            fill_numbers(kept[SCALES], uniform_scale(255))
         if self.zeros:
             kept[ZEROS].fill_(MIDDLE if self.codes == torch.uint8 else 0)
         if self.order:
