@@ -157,7 +157,6 @@ class LeaderTeam:
         return self._of_transfers.pop(place)[1]
 
     def _read_answers(self) -> None:
-        """Reads all that has come."""
         for rank, pipe in self._commands.items():
             while pipe.is_readable:
                 self._read_answer(rank)

@@ -139,7 +139,6 @@ def _is_check(work: Work) -> bool:
 
 
 def _field(work: Work) -> str:
-    """The field of a request that the job is about."""
     if isinstance(work, TokenizeTexts):
         return "input"
     if not isinstance(work, Tokenize):

@@ -249,7 +249,6 @@ class JobWorkers:
         self._send()
 
     async def _read(self, pid: int, worker: WorkerStream, on_answer: OnAnswer) -> None:
-        """Passes answers on until the worker ends."""
         server, decoder = self._server, msgspec.msgpack.Decoder(Answer)
         try:
             while True:
