@@ -17,7 +17,6 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def compute_capability(device: torch.device) -> tuple[int, int]:
-    """Returns the compute capability of a GPU."""
     return torch.cuda.get_device_capability(device)
 
 

@@ -7,6 +7,8 @@ own wait instead: then everything before it has ended when the next one begins.
 """
 
 import torch
+import triton
+import triton.language as tl
 
 from blockyard.kernels.gpu_facts import compute_capability
 
@@ -18,3 +20,11 @@ def supports_pdl(device: torch.device) -> bool:
 def pdl_options(pdl: bool) -> dict[str, bool]:
     """Launch options of a kernel, beside its own PDL argument."""
     return {"launch_pdl": True} if pdl else {}
+
+
+@triton.jit
+def prefetch(pointers):
+    """Fetches the cache lines of these pointers to the L2 cache, for a kernel that waits for the one before."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )

@@ -11,8 +11,6 @@ import msgspec
 
 
 class Architecture(msgspec.Struct, frozen=True, gc=False):
-    """One supported architecture."""
-
     module: str  # in services/gpu_worker/models
     models: str  # releases that use it, for the printed table
     tasks: tuple[str, ...] = ("generate",)

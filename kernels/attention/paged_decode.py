@@ -129,7 +129,8 @@ def schedule_decode(
 ) -> SplitKVSchedule:
     """The schedule of a step for `paged_decode`, for all layers of this shape and window."""
     _, heads, head_dim = q.shape
-    return schedule_split_kv(metadata, heads, layer.shape[2], head_dim, rules, max_seq_len, _num_programs(layer))
+    programs = num_multiprocessors(layer.device) * _PROGRAMS  # that run at a time
+    return schedule_split_kv(metadata, heads, layer.shape[2], head_dim, rules, max_seq_len, programs)
 
 
 def paged_decode(
@@ -186,8 +187,3 @@ def paged_decode(
 def _tile(dim: int, item_bytes: int) -> int:
     """Keys of a tile: K and V of two tiles take 64 KiB of shared memory at most, in 16 bits."""
     return max(min((16 << 10) // (dim * item_bytes), BLOCK_N), 16)
-
-
-def _num_programs(layer: Tensor) -> int:
-    """Returns the number of programs that run at a time."""
-    return num_multiprocessors(layer.device) * _PROGRAMS

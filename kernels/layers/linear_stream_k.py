@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from blockyard.kernels.int_math import ceil_div
-from blockyard.kernels.programmatic_launch import pdl_options
+from blockyard.kernels.programmatic_launch import pdl_options, prefetch
 
 ALIGNMENT = 16  # bytes, of each row that a tensor descriptor copies
 
@@ -57,6 +57,24 @@ class Workspace:
     def programs(self, tiling: Tiling) -> int:
         """How many programs have room at most."""
         return min(self.parts.numel() // (tiling.out_tile * tiling.row_tile), self.arrived.numel())
+
+    def rows_at_once(self, tiling: Tiling, rows: int, parts: int, programs: int = 0) -> int:
+        """How many of the rows a launch takes, whose tiles of rows have `parts` parts. Raises ValueError for none.
+
+        programs: as in `linear_stream_k`.
+        """
+        room = self.programs(tiling)
+        if max(parts, programs) > room:
+            raise ValueError(f"a workspace for {room} programs is too small for {max(parts, programs)}")
+        return rows if programs else room // parts * tiling.row_tile
+
+
+@triton.jit
+def leave_part(total, program, parts_ptr, arrived_ptr, place):
+    """Stores the partial sum of a tile for the program that has the tile's last step."""
+    tl.store(parts_ptr + program * place.shape[0] * place.shape[1] + place, total)
+    tl.debug_barrier()  # stores of all threads come before the flag
+    tl.atomic_xchg(arrived_ptr + program, 1, sem="release", scope="gpu")
 
 
 @triton.jit
@@ -100,14 +118,7 @@ def _linear_stream_k_kernel(
             line: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth
             lines = tl.maximum(begin - tile * steps, 0) * IN_TILE + tl.arange(0, FETCH) * line
             early = tl.minimum(tile // row_tiles * OUT_TILE + tl.arange(0, OUT_TILE), outs - 1).to(tl.int64)
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-                "=r,l",
-                [weight_ptr + (early * size)[:, None] + tl.minimum(lines, size - 1)[None, :]],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
+            prefetch(weight_ptr + (early * size)[:, None] + tl.minimum(lines, size - 1)[None, :])
         gdc_wait()
     while end > begin:
         tile = (end - 1) // steps
@@ -125,9 +136,7 @@ def _linear_stream_k_kernel(
             if end <= begin:
                 gdc_launch_dependents()
         if last < steps:
-            tl.store(parts_ptr + program * OUT_TILE * ROW_TILE + place, total)
-            tl.debug_barrier()  # stores of all threads come before the flag
-            tl.atomic_xchg(arrived_ptr + program, 1, sem="release", scope="gpu")
+            leave_part(total, program, parts_ptr, arrived_ptr, place)
         else:
             if first > 0:
                 other = ((tile.to(tl.int64) * steps + 1) * programs - 1) // work  # the program of the tile's first step
@@ -168,12 +177,7 @@ def linear_stream_k(
     if out.numel() == 0:
         return out
     parts = max(split, 1) * ceil_div(outs, tiling.out_tile)  # of one tile of rows
-    most = rows
-    if split > 1 or programs:
-        room = workspace.programs(tiling)
-        if max(parts, programs) > room:
-            raise ValueError(f"a workspace for {room} programs is too small for {max(parts, programs)}")
-        most = rows if programs else room // parts * tiling.row_tile
+    most = workspace.rows_at_once(tiling, rows, parts, programs) if split > 1 or programs else rows
     weights = TensorDescriptor.from_tensor(weight, [tiling.out_tile, tiling.in_tile])
     for start in range(0, rows, most):
         some, result = x[start : start + most], out[start : start + most]

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
-from blockyard.kernels.programmatic_launch import pdl_options
+from blockyard.kernels.programmatic_launch import pdl_options, prefetch
 from blockyard.kernels.tensor_checks import check_tensor
 
 FEW_ROWS = 4  # up to them, no tensor cores are quicker
@@ -116,14 +116,7 @@ def _router_many_kernel(
     if PDL:
         # cache lines of weights come to the L2 cache while the kernel waits
         lines = tl.minimum(first * IN_TILE + tl.arange(0, FETCH) * LINE, size - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [weight_ptr + tl.minimum(expert, experts - 1)[:, None] * size + lines[None, :]],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        prefetch(weight_ptr + tl.minimum(expert, experts - 1)[:, None] * size + lines[None, :])
         gdc_wait()
     xs = x_ptr + row.to(tl.int64)[:, None] * size + cols[None, :]
     total = tl.zeros([EXPERT_TILE, ROW_TILE], tl.float32)

@@ -13,8 +13,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from blockyard.kernels.int_math import ceil_div
-from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace, fits, with_bias, with_parts
-from blockyard.kernels.programmatic_launch import pdl_options
+from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace, fits, leave_part, with_bias, with_parts
+from blockyard.kernels.programmatic_launch import pdl_options, prefetch
 from blockyard.kernels.quantized.block_weights import BLOCK, BlockWeights, dequantized_blocks
 from blockyard.kernels.quantized.unpack_assembly import unpack_assembly
 from blockyard.kernels.quantized.unpack_tiles import less_zeros, numbers, scale_numbers
@@ -118,14 +118,7 @@ def _linear_blocks_kernel(
             early = tl.maximum(begin - tile * steps, 0) + tl.arange(0, FETCH)  # blocks
             line = tile // row_tiles * OUT_TILE * WIDTH + tl.arange(0, OUT_TILE * WIDTH // 128) * 128
             ahead = (tl.minimum(early, steps - 1).to(tl.int64) * outs * WIDTH)[:, None] + line[None, :]
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-                "=r,l",
-                [codes_ptr + tl.minimum(ahead, steps.to(tl.int64) * outs * WIDTH - 1)],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
+            prefetch(codes_ptr + tl.minimum(ahead, steps.to(tl.int64) * outs * WIDTH - 1))
         gdc_wait()
     while end > begin:
         tile = (end - 1) // steps
@@ -151,9 +144,7 @@ def _linear_blocks_kernel(
             if end <= begin:
                 gdc_launch_dependents()
         if last < steps:
-            tl.store(parts_ptr + program * OUT_TILE * ROW_TILE + place, total)
-            tl.debug_barrier()  # stores of all threads come before the flag
-            tl.atomic_xchg(arrived_ptr + program, 1, sem="release", scope="gpu")
+            leave_part(total, program, parts_ptr, arrived_ptr, place)
         else:
             if first > 0:
                 other = ((tile.to(tl.int64) * steps + 1) * programs - 1) // work  # the program of the tile's first step
@@ -195,12 +186,7 @@ def linear_blocks(
     if out.numel() == 0:
         return out
     parts = max(split, 1) * ceil_div(outs, tiling.out_tile)  # of one tile of rows
-    most = rows
-    if split > 1 or programs:
-        room = workspace.programs(tiling)
-        if max(parts, programs) > room:
-            raise ValueError(f"a workspace for {room} programs is too small for {max(parts, programs)}")
-        most = rows if programs else room // parts * tiling.row_tile
+    most = workspace.rows_at_once(tiling, rows, parts, programs) if split > 1 or programs else rows
     sub = weights.group if 0 < weights.group < BLOCK // 2 else BLOCK // 2
     assembly = unpack_assembly(weights.kind, x.dtype, weights.zeros is None, weights.table) if x.is_cuda else ""
     codes, nothing = weights.codes, weights.codes

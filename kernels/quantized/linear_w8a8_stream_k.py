@@ -14,25 +14,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from blockyard.kernels.int_math import ceil_div
-from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace, fits, with_bias, with_parts
+from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace, fits, leave_part, with_bias, with_parts
 from blockyard.kernels.layers.rounding import RoundedRows
-from blockyard.kernels.programmatic_launch import pdl_options
+from blockyard.kernels.programmatic_launch import pdl_options, prefetch
 from blockyard.kernels.quantized.operands import Weight8Bit, check_operands
-
-
-@triton.jit
-def _prefetch(weight_ptr, tile_out, first_col, outs, size, OUT_TILE: tl.constexpr, FETCH: tl.constexpr):
-    """Fetches the first FETCH cache lines of a tile's weights to the L2 cache."""
-    lines = first_col + tl.arange(0, FETCH) * 128
-    early = tl.minimum(tile_out + tl.arange(0, OUT_TILE), outs - 1).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [weight_ptr + (early * size)[:, None] + tl.minimum(lines, size - 1)[None, :]],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -112,8 +97,9 @@ def _linear_w8a8_stream_k_kernel(
     if PDL:
         if FETCH > 0:
             tile = (end - 1) // steps
-            first_col = tl.maximum(begin - tile * steps, 0) * IN_TILE
-            _prefetch(weight_ptr, tile // row_tiles * OUT_TILE, first_col, outs, size, OUT_TILE, FETCH)
+            lines = tl.maximum(begin - tile * steps, 0) * IN_TILE + tl.arange(0, FETCH) * 128
+            early = tl.minimum(tile // row_tiles * OUT_TILE + tl.arange(0, OUT_TILE), outs - 1).to(tl.int64)
+            prefetch(weight_ptr + (early * size)[:, None] + tl.minimum(lines, size - 1)[None, :])
         gdc_wait()
     while end > begin:
         tile = (end - 1) // steps
@@ -132,9 +118,7 @@ def _linear_w8a8_stream_k_kernel(
             if end <= begin:
                 gdc_launch_dependents()
         if last < steps:
-            tl.store(parts_ptr + program * OUT_TILE * ROW_TILE + place, total)
-            tl.debug_barrier()  # stores of all threads come before the flag
-            tl.atomic_xchg(arrived_ptr + program, 1, sem="release", scope="gpu")
+            leave_part(total, program, parts_ptr, arrived_ptr, place)
         else:
             if first > 0:
                 other = ((tile.to(tl.int64) * steps + 1) * programs - 1) // work  # the program of the tile's first step
@@ -175,10 +159,9 @@ def linear_w8a8_stream_k(
         return out
     parts, most = max(split, 1) * ceil_div(outs, tiling.out_tile), rows  # of one tile of rows
     if split > 1:
-        room = 0 if workspace is None else workspace.programs(tiling)
-        if parts > room:
-            raise ValueError(f"a workspace for {room} programs is too small for {parts}")
-        most = room // parts * tiling.row_tile
+        if workspace is None:
+            raise ValueError(f"{split} parts of a tile need a workspace")
+        most = workspace.rows_at_once(tiling, rows, parts)
     # without a workspace any memory, which is not used; parts have the dtype of the sum in any case
     sums = weight.scales if workspace is None else workspace.parts
     arrived = weight.scales.view(torch.int32) if workspace is None else workspace.arrived

@@ -14,13 +14,11 @@ Integers = npt.NDArray[np.integer[Any]]
 
 
 def scatter_words_reference(arena: Tensor, pairs: Tensor, count: int) -> None:
-    """As `scatter_words`."""
     words: Words = pairs.numpy()
     arena.numpy()[words[0, :count]] = words[1, :count]
 
 
 def gather_inputs_reference(state: SlotState, inputs: StepInputs) -> None:
-    """As `gather_inputs`."""
     fields: Words = state.fields.numpy()
     slots: Words = state.row_slots.numpy()[: len(inputs.slots)]
     live = (slots >= 0) & (fields[Field.LIVE, slots] != 0)
@@ -45,7 +43,6 @@ def advance_slots_reference(
     results: Tensor,
     counts: Tensor | None,
 ) -> None:
-    """As `advance_slots`."""
     out: Words = results[int(state.step) % len(results)].numpy()[:, : len(inputs.slots)]
     all_slots: Ints = inputs.slots.numpy()
     rows = slice(None) if all_slots.min(initial=0) >= 0 else np.flatnonzero(all_slots >= 0)
@@ -70,7 +67,6 @@ def advance_slots_reference(
 
 
 def collect_changes_reference(state: SlotState, slots: Tensor, changes: Tensor) -> None:
-    """As `collect_changes`."""
     fields: Words = state.fields.numpy()
     out: Words = changes[int(state.step) % len(changes)].numpy()[: len(slots)]
     chosen: Ints = slots.numpy()
@@ -80,7 +76,6 @@ def collect_changes_reference(state: SlotState, slots: Tensor, changes: Tensor) 
 
 
 def write_changes_reference(state: SlotState, changes: Tensor) -> None:
-    """As `write_changes`."""
     fields, rows = state.fields.numpy(), changes.numpy()
     rows = rows[rows[:, 0] >= 0]
     for column, one in enumerate(CHANGED_FIELDS, 1):

@@ -1,7 +1,6 @@
 """The tables of this package's README: routes, and the fields of bodies. `blockyard api --write FILE` writes them."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, cast
 
 from blockyard.services.api_gateway.apis.interface import Api
@@ -21,11 +20,8 @@ from blockyard.services.api_gateway.endpoints.status import StatusEndpoints
 from blockyard.services.api_gateway.endpoints.stored_responses import StoredResponseEndpoints
 from blockyard.services.api_gateway.http.access import Access, Route
 from blockyard.services.api_gateway.requests.schemas import NOT_BUILT
-from blockyard.shared.config.flags.documents import rewrite, with_section
-from blockyard.shared.errors import ConfigError
+from blockyard.shared.config.flags.documents import DocumentTables
 
-BEGIN = "<!-- routes and fields: written by `blockyard api --write services/api_gateway/README.md` -->"
-END = "<!-- end of routes and fields -->"
 Columns = Sequence[tuple[Api | PoolingApi, tuple[str, ...]]]  # with the paths that are shown
 KEYS = {Access.OPEN: "", Access.KEY: "`--api-key`", Access.OPERATOR: "`--admin-key`"}
 ENDPOINTS = (
@@ -43,20 +39,7 @@ ENDPOINTS = (
 )
 
 
-def main(args: Sequence[str]) -> int:
-    """`blockyard api`: prints the tables; `--write FILE` updates them in a document. Raises ConfigError."""
-    match list(args):
-        case []:
-            print(markdown())
-        case ["--write", name]:
-            rewrite(Path(name), with_tables)
-        case _:
-            raise ConfigError("expected nothing, or --write FILE")
-    return 0
-
-
 def markdown() -> str:
-    """Returns the tables."""
     rows = ["| route | key | what it does |", "|---|---|---|"]
     rows += [
         f"| `{each.method} {_path(each)}` | {KEYS[each.access]} | {_cell(summary_of(each))} |" for each in _routes()
@@ -75,11 +58,6 @@ def _field_table(apis: Columns) -> list[str]:
         marks = " | ".join(_mark(name, api) if path in types else "" for api, shown in apis for path in shown)
         lines.append(f"| `{name}` | {_cell(next(iter(types.values())))} | {marks} |")
     return lines
-
-
-def with_tables(document: str) -> str:
-    """Returns the document with the current tables between its marker comments. Raises ConfigError without them."""
-    return with_section(document, BEGIN, END, markdown())
 
 
 def _routes() -> list[Route]:
@@ -120,3 +98,6 @@ def _path(route: Route) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
+
+
+TABLES = DocumentTables("routes and fields", "blockyard api --write services/api_gateway/README.md", markdown)

@@ -16,7 +16,6 @@ class Turns:
         self._loop = asyncio.get_running_loop()
 
     async def take(self) -> None:
-        """Waits for the caller's turn."""
         if not self._taken:
             self._loop.call_soon(self._next)
         if self._taken < self._per_iteration and not self._waiting:

@@ -30,8 +30,6 @@ WORDS = tuple(_WORDS.split())
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """One request of a dataset."""
-
     prompt: Prompt
     num_input: int  # tokens; an estimate for text prompts
     num_output: int

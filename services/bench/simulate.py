@@ -196,7 +196,6 @@ def _with_link(cost: CostModel, parsed: argparse.Namespace) -> CostModel:
 
 
 def _host_blocks(values: Values, cost: CostModel) -> int:
-    """Returns the host blocks of each worker."""
     size = host_memory.swap_space(values) * host_memory.GIB
     return int(size) // (values.get("block-size", int) * cost.token_bytes)
 

@@ -16,5 +16,5 @@ MAINS = {
     "quantize": quantize.main,
     "simulate": simulate.main,
     "tune": tune.main,
-    "api": api_tables.main,
+    "api": api_tables.TABLES.command,
 }

@@ -98,9 +98,9 @@ def _main_of(command: str) -> Callable[[Sequence[str]], int]:
         case "flags":
             return flags
         case "parsers":
-            return parsers
+            return parser_documents.TABLES.command
         case "models":
-            return models
+            return model_documents.TABLES.command
         case _:
             return _client_command(command)
 
@@ -123,34 +123,8 @@ def flags(args: Sequence[str]) -> int:
             print(documents.markdown(), documents.markdown(vllm_only.GROUPS), sep="\n\n")
         case ["--write", name]:
             documents.rewrite(Path(name), documents.with_table)
-        case ["--quantization"]:
-            print(quantization_documents.markdown())
-        case ["--quantization", "--write", name]:
-            documents.rewrite(Path(name), quantization_documents.with_table)
+        case ["--quantization", *others]:
+            quantization_documents.TABLES.command(others)
         case _:
             raise ConfigError("expected nothing, --markdown, --quantization, or --write FILE")
-    return 0
-
-
-def parsers(args: Sequence[str]) -> int:
-    """Prints the tables of output formats; `--write FILE` updates them in a document. Raises ConfigError."""
-    match list(args):
-        case []:
-            print(parser_documents.markdown())
-        case ["--write", name]:
-            documents.rewrite(Path(name), parser_documents.with_tables)
-        case _:
-            raise ConfigError("expected nothing, or --write FILE")
-    return 0
-
-
-def models(args: Sequence[str]) -> int:
-    """Prints the table of model architectures; `--write FILE` updates it in a document. Raises ConfigError."""
-    match list(args):
-        case []:
-            print(model_documents.markdown())
-        case ["--write", name]:
-            documents.rewrite(Path(name), model_documents.with_tables)
-        case _:
-            raise ConfigError("expected nothing, or --write FILE")
     return 0

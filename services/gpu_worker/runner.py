@@ -202,6 +202,5 @@ class Runner:
         return self.collect()[0].all_results
 
     def _wait_for_steps(self) -> None:
-        """Waits until no step is in flight."""
         while self._loop is not None and self._loop.in_flight:
             self._done.append(self._loop.wait())

@@ -83,7 +83,6 @@ class StepRows:
         return self.num_decodes < len(self.slots)
 
     def cut(self, most: int) -> "StepRows":
-        """The first `most` rows."""
         return StepRows(self.slots[:most], self.counts[:most], min(self.num_decodes, most))
 
 
@@ -142,7 +141,6 @@ class Slots:
             self.num_tokens[slot] = self.num_known[slot] = self.num_computed[slot] = self.num_blocks[slot] = 0
 
     def are_adapted(self, slots: Ints) -> bool:
-        """Whether one of these slots has an adapter."""
         return self.num_adapted > 0 and bool((self.adapter_places[slots] != NO_PLACE).any())
 
     def finish(self, slot: int) -> None:

@@ -82,7 +82,6 @@ class BlockLayout(msgspec.Struct, frozen=True, array_like=True, kw_only=True, di
 
     @property
     def whole(self) -> LayoutPart:
-        """All of the model."""
         return LayoutPart(0, self.num_layers, tuple((0, run.kv_heads) for run in self.runs))
 
     @property
@@ -113,7 +112,6 @@ class BlockLayout(msgspec.Struct, frozen=True, array_like=True, kw_only=True, di
 
     @property
     def layers(self) -> list[int]:
-        """The layers of the part."""
         return [layer for section in self.sections for layer in section.layers]
 
     def cut(self, part: LayoutPart) -> list[tuple[Section, Section]]:

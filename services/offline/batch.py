@@ -141,7 +141,6 @@ class RequestBatch:
         self._ended(entry)
 
     def abort(self, error: RequestError) -> None:
-        """Fails all requests that have not ended."""
         for entry in list(self._open.values()):
             self._limiter.remove(entry)
             self._client.dispatch.close(entry)

@@ -241,7 +241,6 @@ class Session:
         self._ring.stop()
 
     def _end_calls(self, why: str) -> None:
-        """Cancels all calls that wait for the ring."""
         self._end_reason = self._end_reason or why
         for task in self._tasks:
             task.cancel()

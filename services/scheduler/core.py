@@ -254,7 +254,6 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Nothing is in flight."""
         return not any(group.in_flight for group in self.groups.values())
 
     # receive
@@ -327,7 +326,6 @@ class Scheduler:
             self.sleep.on_attached(group)
 
     def _on_broken(self, worker: int, frame: Broken, now: float) -> None:
-        """The device of a worker failed."""
         if worker in self.groups:
             self.quarantine.blame(self.groups[worker], frame.detail, now, self.lifecycle.fail)
             self.on_member_lost(worker)

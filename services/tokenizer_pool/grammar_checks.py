@@ -206,7 +206,6 @@ class GrammarChecks:
         self._engines[check.engine].submit(_job(key, check.job))
 
     def _end(self, key: str) -> _Check:
-        """Removes a check that waits."""
         check = self._waiting.pop(key)
         self._num_waiting -= Counter([check.job.tenant])
         return check

@@ -84,7 +84,6 @@ class FrameListener(Generic[H, T]):
             raise ConnectionError(f"its link is closed or full: {e}") from e
 
     def pump(self) -> None:
-        """Takes what has arrived."""
         while readable(self.socket):
             route, data = receive_routed(self.socket)
             frame = self._reader.read(data, route)

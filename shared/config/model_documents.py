@@ -1,10 +1,7 @@
 """The tables of services/gpu_worker/models/FAMILIES.md: model families and refused architectures."""
 
 from blockyard.shared.architectures import ARCHITECTURES, REFUSED
-from blockyard.shared.config.flags.documents import with_section
-
-BEGIN = "<!-- families: written by `blockyard models --write services/gpu_worker/models/FAMILIES.md` -->"
-END = "<!-- end of families -->"
+from blockyard.shared.config.flags.documents import DocumentTables
 
 
 def markdown() -> str:
@@ -18,6 +15,4 @@ def markdown() -> str:
     return "\n".join([*rows, "", *refused])
 
 
-def with_tables(document: str) -> str:
-    """Returns the document with the current tables between its marker comments. Raises ConfigError without them."""
-    return with_section(document, BEGIN, END, markdown())
+TABLES = DocumentTables("families", "blockyard models --write services/gpu_worker/models/FAMILIES.md", markdown)

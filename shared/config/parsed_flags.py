@@ -251,7 +251,6 @@ def _split(word: str) -> tuple[Flag, str | None, str]:
 
 
 def _take_value(flag: Flag, rest: list[str], where: str) -> object:
-    """Takes the value of a flag from the words that follow it."""
     if flag.kind is FlagKind.BOOL:
         return rest.pop(0) if rest and is_switch_word(rest[0]) else True
     words: list[str] = []

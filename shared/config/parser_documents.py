@@ -1,11 +1,8 @@
 """The tables of shared/tool_parsers/FAMILIES.md: formats of tool calls and of reasoning, from their declarations."""
 
-from blockyard.shared.config.flags.documents import with_section
+from blockyard.shared.config.flags.documents import DocumentTables
 from blockyard.shared.reasoning_parsers import registry as reasoning_parsers
 from blockyard.shared.tool_parsers import registry as tool_parsers
-
-BEGIN = "<!-- formats: written by `blockyard parsers --write shared/tool_parsers/FAMILIES.md` -->"
-END = "<!-- end of formats -->"
 
 
 def markdown() -> str:
@@ -24,11 +21,6 @@ def markdown() -> str:
     return "\n".join([*tools, "", *reasoning])
 
 
-def with_tables(document: str) -> str:
-    """Returns the document with the current tables between its marker comments. Raises ConfigError without them."""
-    return with_section(document, BEGIN, END, markdown())
-
-
 def _names(name: str, aliases: tuple[str, ...]) -> str:
     return ", ".join(f"`{one}`" for one in (name, *aliases))
 
@@ -39,3 +31,6 @@ def _auto(marks: tuple[str, ...]) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", "\\n")
+
+
+TABLES = DocumentTables("formats", "blockyard parsers --write shared/tool_parsers/FAMILIES.md", markdown)

@@ -1,20 +1,12 @@
 """Documents the names of --quantization: the table in services/gpu_worker/quantization/README.md."""
 
-from blockyard.shared.config.flags.documents import with_section
+from blockyard.shared.config.flags.documents import DocumentTables
 from blockyard.shared.quantization import TABLE, QuantizationName
-
-BEGIN = "<!-- names: written by `blockyard flags --quantization --write services/gpu_worker/quantization/README.md` -->"
-END = "<!-- end of names -->"
 
 
 def markdown() -> str:
     """Returns the table with one row per name."""
     return "\n".join(["| name | what it reads |", "|---|---|", *(f"| `{one.name}` | {_cell(one)} |" for one in TABLE)])
-
-
-def with_table(document: str) -> str:
-    """Returns the document with the current table between its marker comments. Raises ConfigError without them."""
-    return with_section(document, BEGIN, END, markdown())
 
 
 def _cell(one: QuantizationName) -> str:
@@ -27,3 +19,8 @@ def _cell(one: QuantizationName) -> str:
     notes = (one.note,) if one.note else ()
     refused = (f"on a GPU refused: {one.refused_on_gpu}",) if one.refused_on_gpu else ()
     return "; ".join([*own, *others, *at_load, *notes, *refused])
+
+
+TABLES = DocumentTables(
+    "names", "blockyard flags --quantization --write services/gpu_worker/quantization/README.md", markdown
+)

@@ -130,13 +130,6 @@ class GuidanceState:
     def forced(self) -> list[int]:
         return self.library.compute_ff_tokens()
 
-    def roll_back(self, num_tokens: int) -> None:
-        if not self.library.rollback(num_tokens):
-            raise MatcherError(f"cannot go back by {num_tokens} tokens: {_cause(self.library.get_error())}")
-
-    def copy(self) -> "GuidanceState":
-        return GuidanceState(self.library.deep_copy(), self._mask_bytes)
-
     @property
     def has_failed(self) -> bool:
         return self.library.is_error()

@@ -60,12 +60,6 @@ class Matcher(Protocol):
     def forced(self) -> list[int]:
         """Tokens that must come next, as far as the engine knows them; empty: there may be a choice."""
 
-    def roll_back(self, num_tokens: int) -> None:
-        """Takes back the last tokens."""
-
-    def copy(self) -> "Matcher":
-        """A matcher in the same state. Both go on independently."""
-
 
 class CompiledGrammar(Protocol):
     """A source that an engine has taken."""

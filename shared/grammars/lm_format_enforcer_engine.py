@@ -17,7 +17,7 @@ from lmformatenforcer import (
 )
 
 from blockyard.shared.grammars.error_texts import one_line
-from blockyard.shared.grammars.interface import GrammarError, MaskWords, MatcherError, UnsupportedGrammar, Vocabulary
+from blockyard.shared.grammars.interface import GrammarError, MaskWords, UnsupportedGrammar, Vocabulary
 from blockyard.shared.grammars.json_schemas.engine_schemas import enforcer_schema
 from blockyard.shared.grammars.json_schemas.keywords import Schema, subschemas
 from blockyard.shared.grammars.matching import MatcherRules, SequenceMatcher, set_bits
@@ -93,7 +93,7 @@ class LmFormatEnforcerGrammar:
         self._masks, self._parser, self._texts, self._rules = TokenTree(enforcer), parser, texts, rules
 
     def matcher(self) -> SequenceMatcher:
-        return SequenceMatcher(EnforcerState(self._masks, self._texts, [self._parser]), self._rules)
+        return SequenceMatcher(EnforcerState(self._masks, self._texts, self._parser), self._rules)
 
 
 class TokenTree:
@@ -112,13 +112,12 @@ class TokenTree:
 
 
 class EnforcerState:
-    def __init__(self, masks: TokenTree, texts: dict[int, str], parsers: list[CharacterLevelParser]) -> None:
-        self._masks, self._texts = masks, texts
-        self._parsers = parsers  # after each token, the initial one first; they never change
+    def __init__(self, masks: TokenTree, texts: dict[int, str], parser: CharacterLevelParser) -> None:
+        self._masks, self._texts, self._parser = masks, texts, parser
 
     def advance(self, token_id: int) -> bool:
         text = self._texts.get(token_id, "")
-        parser = self._parsers[-1]
+        parser = self._parser
         with self._masks.lock:
             for character in text:
                 if character not in parser.get_allowed_characters():
@@ -126,26 +125,18 @@ class EnforcerState:
                 parser = parser.add_character(character)
                 _forget_blanks(parser)
         if text:
-            self._parsers.append(parser)
+            self._parser = parser
         return bool(text)
 
     def write_mask(self, words: MaskWords) -> None:
-        self._masks.write(self._parsers[-1], words)
+        self._masks.write(self._parser, words)
 
     def is_complete(self) -> bool:
         with self._masks.lock:
-            return bool(self._parsers[-1].can_end())
+            return bool(self._parser.can_end())
 
     def forced(self) -> list[int]:
         return []
-
-    def roll_back(self, num_tokens: int) -> None:
-        if num_tokens >= len(self._parsers):
-            raise MatcherError(f"cannot go back by {num_tokens} tokens: there are {len(self._parsers) - 1}")
-        del self._parsers[len(self._parsers) - num_tokens :]
-
-    def copy(self) -> "EnforcerState":
-        return EnforcerState(self._masks, self._texts, self._parsers.copy())
 
 
 def _forget_blanks(parser: CharacterLevelParser) -> None:

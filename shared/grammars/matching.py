@@ -27,12 +27,6 @@ class GrammarState(Protocol):
     def forced(self) -> list[int]:
         """Tokens that must come next, if the library knows them."""
 
-    def roll_back(self, num_tokens: int) -> None:
-        """Takes back the last tokens."""
-
-    def copy(self) -> "GrammarState":
-        """An independent state at the same place."""
-
 
 class MatcherRules:
     """Rules that the matchers of an engine share: the bits of end-of-sequence ids, and the limit of a step."""
@@ -64,10 +58,10 @@ class MatcherRules:
 class SequenceMatcher:
     """The `Matcher` of every engine."""
 
-    def __init__(self, state: GrammarState, rules: MatcherRules, num_ends: int = 0) -> None:
+    def __init__(self, state: GrammarState, rules: MatcherRules) -> None:
         self._state = state
         self._rules = rules
-        self._num_ends = num_ends  # end-of-sequence tokens that were accepted
+        self._num_ends = 0  # end-of-sequence tokens that were accepted
         self._clock = time.perf_counter  # of steps; it costs a tenth of the thread's CPU clock
 
     def accept(self, token_ids: Sequence[int]) -> int:
@@ -124,15 +118,6 @@ class SequenceMatcher:
 
     def forced(self) -> list[int]:
         return [] if self._num_ends else self._state.forced()
-
-    def roll_back(self, num_tokens: int) -> None:
-        ends = min(num_tokens, self._num_ends)
-        self._num_ends -= ends
-        if num_tokens > ends:
-            self._state.roll_back(num_tokens - ends)
-
-    def copy(self) -> "SequenceMatcher":
-        return SequenceMatcher(self._state.copy(), self._rules, self._num_ends)
 
 
 def set_bits(words: MaskWords, token_ids: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ import outlines_core
 from outlines_core.json_schema import build_regex_from_schema
 
 from blockyard.shared.grammars.error_texts import one_line
-from blockyard.shared.grammars.interface import GrammarError, MaskWords, MatcherError, UnsupportedGrammar, Vocabulary
+from blockyard.shared.grammars.interface import GrammarError, MaskWords, UnsupportedGrammar, Vocabulary
 from blockyard.shared.grammars.json_schemas.engine_schemas import outlines_schema
 from blockyard.shared.grammars.matching import MatcherRules, SequenceMatcher, set_bits
 from blockyard.shared.grammars.schemas import read_choices, read_schema
@@ -49,7 +49,7 @@ class OutlinesGrammar:
         self._masks = StateMasks(index)
 
     def matcher(self) -> SequenceMatcher:
-        return SequenceMatcher(OutlinesState(self._index, self._masks, [self._index.get_initial_state()]), self._rules)
+        return SequenceMatcher(OutlinesState(self._index, self._masks), self._rules)
 
 
 class StateMasks:
@@ -76,33 +76,24 @@ class StateMasks:
 
 
 class OutlinesState:
-    def __init__(self, index: outlines_core.Index, masks: StateMasks, states: list[int]) -> None:
-        self._index, self._masks = index, masks
-        self._states = states  # after each token, the initial one first
+    def __init__(self, index: outlines_core.Index, masks: StateMasks) -> None:
+        self._index, self._masks, self._state = index, masks, index.get_initial_state()
 
     def advance(self, token_id: int) -> bool:
-        state = self._index.get_next_state(self._states[-1], token_id)
+        state = self._index.get_next_state(self._state, token_id)
         if state is None:
             return False
-        self._states.append(state)
+        self._state = state
         return True
 
     def write_mask(self, words: MaskWords) -> None:
-        self._masks.write(self._states[-1], words)
+        self._masks.write(self._state, words)
 
     def is_complete(self) -> bool:
-        return bool(self._index.is_final_state(self._states[-1]))
+        return bool(self._index.is_final_state(self._state))
 
     def forced(self) -> list[int]:
         return []
-
-    def roll_back(self, num_tokens: int) -> None:
-        if num_tokens >= len(self._states):
-            raise MatcherError(f"cannot go back by {num_tokens} tokens: there are {len(self._states) - 1}")
-        del self._states[len(self._states) - num_tokens :]
-
-    def copy(self) -> "OutlinesState":
-        return OutlinesState(self._index, self._masks, self._states.copy())
 
 
 def _regex(grammar: Grammar) -> str:

@@ -25,8 +25,6 @@ Bits = npt.NDArray[np.bool_]
 
 
 class TrialWalks:
-    """The walks of one vocabulary."""
-
     def __init__(self, texts: Sequence[bytes], num_mask_words: int) -> None:
         """texts: of each id of the model; b"" for ids that no text has."""
         self._texts, self._num_words = texts, num_mask_words

@@ -117,12 +117,6 @@ class XgrammarState:
     def forced(self) -> list[int]:
         return []  # xgrammar knows the forced text, but not how the tokenizer would spell it
 
-    def roll_back(self, num_tokens: int) -> None:
-        self._matcher.rollback(num_tokens)
-
-    def copy(self) -> "XgrammarState":
-        return XgrammarState(self._matcher.fork())
-
 
 def _structural_tag(source: str) -> str:
     """Reads both spellings: one format, or the older list of structures with triggers. Raises GrammarError."""

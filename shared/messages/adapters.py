@@ -65,5 +65,4 @@ class AdapterCard(FrameStruct, frozen=True):
 
     @property
     def is_prompt(self) -> bool:
-        """Whether it is a prompt adapter."""
         return self.num_virtual_tokens > 0

@@ -33,7 +33,6 @@ class ModelCard(FrameStruct, frozen=True):
 
     @property
     def answer_name(self) -> str:
-        """The model as an answer names it."""
         return self.names[0] if self.named_adapter is None else self.named_adapter.name
 
     @property

@@ -10,7 +10,6 @@ from blockyard.shared.output_parsing.text_input import SPACES, TextInput
 
 
 def read_content(text: TextInput) -> Reading[None]:
-    """All text is content."""
     yield from text.rest(PartKind.CONTENT)
 
 

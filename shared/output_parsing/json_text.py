@@ -54,7 +54,6 @@ def collected(value: Reading[bool], limit: int | None = None) -> Reading[str | N
 
 
 def escaped(text: str) -> str:
-    """`text` inside of a JSON string."""
     return msgspec.json.encode(text)[1:-1].decode()
 
 

@@ -230,7 +230,6 @@ class _Nesting:
 
 
 def json_number(word: str) -> str | None:
-    """The word, if it is a JSON number."""
     if word[0] not in "-0123456789":
         return None
     try:

@@ -61,7 +61,7 @@ def test_each_name_from_the_command_line_and_from_python(name: str) -> None:
 def test_the_readme_has_each_name() -> None:
     document = README.read_text("utf-8")
     command = "blockyard flags --quantization --write services/gpu_worker/quantization/README.md"
-    assert quantization_documents.with_table(document) == document, f"run `{command}`"
+    assert quantization_documents.TABLES.written_in(document) == document, f"run `{command}`"
     assert quantization_documents.markdown().count("\n| `") == len(NAMES)
 
 

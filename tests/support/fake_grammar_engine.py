@@ -68,12 +68,6 @@ class FakeMatcher:
     def forced(self) -> list[int]:
         return []
 
-    def roll_back(self, num_tokens: int) -> None:
-        self._ids = self._ids[: len(self._ids) - num_tokens]
-
-    def copy(self) -> Matcher:
-        return FakeMatcher(self._grammar, self._vocab_size, self._eos, self._ids)
-
     def _next(self) -> list[int]:
         num, modulus = len(self._ids), self._grammar.modulus
         if modulus:

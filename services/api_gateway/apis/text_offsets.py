@@ -81,7 +81,6 @@ class TextOffsets:
         return self._at > began
 
     def _advance(self, num_bytes: int) -> None:
-        """Counts the next bytes of the text as matched."""
         matched = self._partial + self._text[self._at : self._at + num_bytes]
         self._at += num_bytes
         whole = matched.decode("utf-8", "ignore")  # only the last character may be incomplete

@@ -76,7 +76,6 @@ class OutputFile:
         os.close(self._fd)
 
     def _end_of_lines(self) -> int:
-        """The offset behind the last end of a line."""
         end = os.fstat(self._fd).st_size
         while end:
             begin = max(0, end - PIECE_BYTES)

@@ -61,8 +61,6 @@ class WrittenLine(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """A request of the input."""
-
     custom_id: str
     api: LineApi
     body: bytes

@@ -25,7 +25,6 @@ class MalformedRequests(logging.Filter):
 
 
 def http_logger() -> logging.Logger:
-    """The logger of the HTTP server."""
     made = logging.getLogger("blockyard.http")
     if not any(isinstance(each, MalformedRequests) for each in made.filters):
         made.addFilter(MalformedRequests())

@@ -25,6 +25,7 @@ from blockyard.shared.ring_client.request_fields.engine_fields import (
     read_kv_transfer_params,
     read_logprob_ids,
     read_repetition,
+    read_thinking_budget,
     read_xargs,
 )
 from blockyard.shared.ring_client.request_fields.forced_calls import calls_grammar
@@ -37,7 +38,6 @@ from blockyard.shared.ring_client.request_fields.output_format import (
     read_output_form,
     shown_special,
 )
-from blockyard.shared.ring_client.request_fields.reasoning import read_thinking_budget
 from blockyard.shared.ring_client.request_fields.sampling_fields import (
     fitting_truncation,
     read_bad_words,

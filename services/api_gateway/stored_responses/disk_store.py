@@ -37,7 +37,7 @@ class DiskStore:
 
     def __init__(self, folder: Path, limits: StoreLimits, gateway: int, clock: Callable[[], float] = time.time) -> None:
         """Raises ConfigError if the folder cannot be used."""
-        self._folder, self._limits, self._gateway, self._clock = folder, limits, f"{gateway:016x}", clock
+        self._limits, self._gateway, self._clock = limits, f"{gateway:016x}", clock
         self._locks = folder / "gateways"
         try:
             self._locks.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -105,7 +105,6 @@ class DiskStore:
         self._own_lock.close()
 
     def _is_dead(self, gateway: str) -> bool:
-        """Whether the process of this gateway has ended."""
         if gateway == self._gateway:
             return False
         try:
@@ -118,7 +117,6 @@ class DiskStore:
         return True
 
     def _failed(self, response: StoredResponse) -> StoredResponse:
-        """Ends a response in progress with an error."""
         answer = msgspec.json.decode(response.data)
         answer |= {"status": "failed", "error": {"code": "server_error", "message": DIED}}
         response = msgspec.structs.replace(response, data=msgspec.json.encode(answer), ended=True)

@@ -221,7 +221,6 @@ def _calls_in_turn(served: SuiteServer, path: str, body: bytes, num: int) -> Ite
 
 
 def _call_times(served: SuiteServer, path: str, body: bytes, num: int) -> list[float]:
-    """Returns the ms of each of `num` calls."""
     return [ms for ms, _ in _calls_in_turn(served, path, body, num)]
 
 

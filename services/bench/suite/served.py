@@ -147,7 +147,6 @@ def run_load(endpoint: Endpoint, plan: LoadPlan, output_lens: list[int], num: in
 
 
 def _values(lines: Sequence[str], name: str, label: str = "") -> list[float]:
-    """Returns the values of a family in /metrics with a label."""
     return [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"blockyard:{name}{{") and label in line]
 
 

@@ -27,8 +27,6 @@ from blockyard.services.gpu_worker.layers.attention import AttentionShape
 
 
 class HeadShape(NamedTuple):
-    """The heads of a layer."""
-
     heads: int
     kv_heads: int
     head_dim: int

@@ -34,8 +34,6 @@ COMPARED_ROWS = (1, 8, 64, 2048)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLayer:
-    """The experts of a layer of a model."""
-
     name: str
     num_experts: int
     top_k: int
@@ -112,7 +110,6 @@ def _hit(layer: ExpertLayer, rows: int) -> float:
 
 
 def _size_bytes(layer: ExpertLayer, form: KeptForm | None) -> int:
-    """Bytes of the weights of all experts."""
     sizes = ((2 * layer.inner, layer.hidden), (layer.hidden, layer.inner))
     if form is None:
         return sum(2 * layer.num_experts * outs * size for outs, size in sizes)

@@ -20,6 +20,7 @@ import torch
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.bench.row import ceilings
+from blockyard.services.gpu_worker.bench.timing import replay_ms
 from blockyard.services.gpu_worker.layers.fused_ops import find_ops, with_sums
 from blockyard.services.gpu_worker.parallel.meeting import Meeting
 from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankGroup, connect_cpus, connect_gpus
@@ -73,8 +74,6 @@ def main(words: Sequence[str]) -> int:
 
 
 class RankDevice(Protocol):
-    """One rank's device."""
-
     device: torch.device
 
     def transports(self, shard: Shard, folder: Path) -> dict[str, RankGroup]:
@@ -117,7 +116,7 @@ class GpuRank:
                 call()
         for _ in range(WARM_RUNS):
             graph.replay()
-        return statistics.median(_replay_s(graph) for _ in range(RUNS)) / num
+        return statistics.median(replay_ms(graph) for _ in range(RUNS)) / 1e3 / num
 
 
 class CpuRank:
@@ -166,15 +165,6 @@ def run_rank(shard: Shard, folder: Path, rank: RankDevice, sizes: Sequence[int])
 
 def _note(line: str) -> None:
     print(line, file=sys.stderr)
-
-
-def _replay_s(graph: torch.cuda.CUDAGraph) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
 
 
 def _tell(line: DeviceRates | SumTime) -> None:

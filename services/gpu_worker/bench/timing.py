@@ -29,13 +29,13 @@ def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    first = _replay_ms(graph)
+    first = replay_ms(graph)
     for _ in range(min(int(WARM_MS / max(first, 1e-3)), MOST_WARM)):
         graph.replay()
-    return statistics.median(_replay_ms(graph) for _ in range(RUNS)) / 1e3 / len(calls)
+    return statistics.median(replay_ms(graph) for _ in range(RUNS)) / 1e3 / len(calls)
 
 
-def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
+def replay_ms(graph: torch.cuda.CUDAGraph) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     graph.replay()

@@ -111,7 +111,6 @@ class KernelCompiler:
         return key in self._compiled
 
     def mark_compiled(self, key: str) -> None:
-        """All kernels of `key` are compiled."""
         self._compiled.add(key)
 
     def describe(self) -> str:

@@ -33,8 +33,6 @@ FIRST_TOKENS = 2  # of the first step
 
 @dataclass(frozen=True, slots=True)
 class EncoderStart:
-    """What a rank of an encoder is started with."""
-
     config: WorkerConfig
     settings: dict[str, Any]  # of config.json
     build: Build

@@ -31,8 +31,6 @@ class NoBlocks:
 
 
 class _Flight:
-    """A plan that is launched and not collected."""
-
     def __init__(self, plan: StepPlan, texts: ReadTexts, pooled: PooledResults | None, began_s: float) -> None:
         self.plan, self.texts, self.pooled, self.began_s = plan, texts, pooled, began_s
         self.launch_s = time.perf_counter() - began_s

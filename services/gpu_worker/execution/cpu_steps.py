@@ -60,7 +60,7 @@ class CpuSteps:
     ) -> None:
         """logits_edits: steps change logits and report log-probabilities; False: the host does, for such slots.
         metadata: None for `CpuMetadataBuilder`."""
-        self._model, self._pool, self._batch = model, pool, batch
+        self._model, self._batch = model, batch
         self.capacity, vocab_size = geometry.max_num_seqs, geometry.vocab_size
         state = SlotState.make(SLOTS * self.capacity, self.capacity, 0, pool.device)
         matchers, eos, extra = batch.matchers, geometry.eos_token_ids, geometry.num_extra_tokens
@@ -75,7 +75,6 @@ class CpuSteps:
         self._rows_key: tuple[int, bytes] = (-1, b"")
 
     def reset(self) -> None:
-        """Drops all slots."""
         self.slots.reset(0)
         self._metadata_builder.clear()
 

@@ -45,8 +45,6 @@ PROBLEMS = {
 
 
 class StepRequest(NamedTuple):
-    """What a step computes."""
-
     rows: StepRows
     owners: Ints  # of the rows' slots
     needs_processing: bool  # a slot changes logits or reports log-probabilities, or the host samples it

@@ -76,7 +76,6 @@ class PooledSteps:
         self._owners: dict[int, int] = {}  # by slot, of sequences that have begun
 
     def reset(self) -> None:
-        """Drops all slots."""
         self.slots.reset(0)
         for slot in self._owners:
             self._output.drop(slot)

@@ -133,8 +133,8 @@ class DevicePromptLogprobs:
     ) -> list[ScoredRows]:
         few = [prompt for prompt in prompts if prompt.num_top <= self._most_gathered]
         many = [prompt for prompt in prompts if prompt.num_top > self._most_gathered]
-        scored = []
-        for some, score, width in ((few, self._score_few, MAX_LOGPROBS), (many, _score_many, _most_top(many))):
+        scored, most_top = [], max((prompt.num_top for prompt in many), default=0)
+        for some, score, width in ((few, self._score_few, MAX_LOGPROBS), (many, _score_many, most_top)):
             if some:
                 rows = _rows_of(some)
                 rows[rows >= num_decodes] += padding
@@ -169,10 +169,6 @@ class DevicePromptLogprobs:
 
 def _rows_of(prompts: list[ScoredPrompt]) -> Ints:
     return np.concatenate([prompt.row + np.arange(len(prompt.token_ids)) for prompt in prompts])
-
-
-def _most_top(prompts: list[ScoredPrompt]) -> int:
-    return max((prompt.num_top for prompt in prompts), default=0)
 
 
 def _score_many(logits: Tensor, targets: Tensor, num_top: Tensor, out: LogprobsTensors) -> None:

@@ -6,7 +6,7 @@ alternate, and while a product reads one, the next matrix is copied to the other
 same address in every step, so that CUDA graphs work.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,7 +81,7 @@ class HostWeights:
         host_ids = {id(weight) for weight in table.matrices_on_host}
         tensors = [(linear, linear.method.tensors()) for linear in linears]
         found = [(linear, own) for linear, own in tensors if any(id(one) in host_ids for one in own.values())]
-        most = max(_aligned_bytes(own) for _, own in found)
+        most = max(sum(_aligned(one.nbytes) for one in own.values()) for _, own in found)
         memory = [torch.empty(most, dtype=torch.uint8, device=table.device) for _ in range(BUFFERS)]
         self._stream = table.link.stream()
         self._first, self._matrices = linears[0], list[OffloadedMatrix]()
@@ -141,7 +141,3 @@ class HostWeights:
 
 def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def _aligned_bytes(tensors: Mapping[str, Tensor]) -> int:
-    return sum(_aligned(one.nbytes) for one in tensors.values())

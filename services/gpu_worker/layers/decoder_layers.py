@@ -46,37 +46,44 @@ class DecoderLayer(Protocol):
         """
 
 
-class PreNormLayer:
+class Sublayers:
+    """The parts of a decoder layer, which differ in how they are put together."""
+
+    def __init__(self, attention: AttentionSublayer, mlp: FeedForward | PlainFeedForward, *norms: Norm) -> None:
+        self._prepared: tuple[AttentionSublayer | Norm, ...] = (attention, *norms)
+        self._sublayers = (attention, mlp)
+
+    def prepare(self) -> None:
+        for part in self._prepared:
+            part.prepare()
+
+    def linears(self) -> list[Linear]:
+        return [linear for sublayer in self._sublayers for linear in sublayer.linears()]
+
+    def experts(self) -> list[ExpertProducts]:
+        return self._sublayers[1].experts()
+
+
+class PreNormLayer(Sublayers):
     """Norm, attention, norm, feed-forward; each sublayer is added to the residual."""
 
     def __init__(self, norm1: Norm, attention: AttentionSublayer, norm2: Norm, mlp: FeedForward) -> None:
+        super().__init__(attention, mlp, norm1, norm2)
         self._norm1, self._attention, self._norm2, self._mlp = norm1, attention, norm2, mlp
         for norm, sublayer in ((norm1, attention), (norm2, mlp)):
             if not isinstance(norm, RMSNorm):  # no fused kernel computes another norm
                 sublayer.linears()[0].disable_fusion()
 
-    def prepare(self) -> None:
-        for part in (self._norm1, self._attention, self._norm2):
-            part.prepare()
-
-    def linears(self) -> list[Linear]:
-        return [*self._attention.linears(), *self._mlp.linears()]
-
-    def experts(self) -> list[ExpertProducts]:
-        return self._mlp.experts()
-
     def attend(self, residual: Tensor, delta: Tensor | None, rotation: Rotation, backend: Attend) -> Attended:
-        """Implements `DecoderLayer`."""
         return self._attention.attend(residual, delta, self._norm1, rotation, backend), None
 
     def finish(self, residual: Tensor, attended: Attended) -> tuple[Tensor, Tensor | None]:
-        """Implements `DecoderLayer`."""
         delta = self._attention.ops.linear_then_add(self._attention.out, attended[0], residual)
         del attended
         return residual, self._mlp.forward(residual, delta, self._norm2)
 
 
-class PostNormLayer:
+class PostNormLayer(Sublayers):
     """The output of each sublayer has a norm before it is added to the residual; its input may have one, too."""
 
     def __init__(
@@ -92,26 +99,15 @@ class PostNormLayer:
         self._attention, self._mlp = attention, mlp
         self._before = (before_attention or NoNorm(), before_mlp or NoNorm())
         self._after = (after_attention, after_mlp)
+        super().__init__(attention, mlp, *self._before, *self._after)
         _disable_fusion([attention.out, *mlp.linears()])
         if not isinstance(before_attention, RMSNorm):
             attention.qkv.disable_fusion()
 
-    def prepare(self) -> None:
-        for part in (*self._before, *self._after, self._attention):
-            part.prepare()
-
-    def linears(self) -> list[Linear]:
-        return [*self._attention.linears(), *self._mlp.linears()]
-
-    def experts(self) -> list[ExpertProducts]:
-        return self._mlp.experts()
-
     def attend(self, residual: Tensor, delta: Tensor | None, rotation: Rotation, backend: Attend) -> Attended:
-        """Implements `DecoderLayer`."""
         return self._attention.attend(residual, delta, self._before[0], rotation, backend), None
 
     def finish(self, residual: Tensor, attended: Attended) -> tuple[Tensor, Tensor | None]:
-        """Implements `DecoderLayer`."""
         attention, ops = self._attention, self._attention.ops
         [x] = ops.add_normed(residual, attention.out(attended[0]), self._after[0], self._before[1:])
         del attended
@@ -119,33 +115,20 @@ class PostNormLayer:
         return residual, None
 
 
-class ParallelLayer:
+class ParallelLayer(Sublayers):
     """Attention and feed-forward both read the same residual, and their sum is added to it."""
 
     def __init__(self, norm: Norm, attention: Attention, mlp: PlainFeedForward, mlp_norm: Norm | None = None) -> None:
         """mlp_norm: of the input of the feed-forward; None: it has the output of `norm`."""
+        super().__init__(attention, mlp, norm, mlp_norm or NoNorm())
         self._norm, self._attention, self._mlp, self._mlp_norm = norm, attention, mlp, mlp_norm
         _disable_fusion(self.linears())
 
-    def prepare(self) -> None:
-        self._norm.prepare()
-        self._attention.prepare()
-        if self._mlp_norm is not None:
-            self._mlp_norm.prepare()
-
-    def linears(self) -> list[Linear]:
-        return [*self._attention.linears(), *self._mlp.linears()]
-
-    def experts(self) -> list[ExpertProducts]:
-        return self._mlp.experts()
-
     def attend(self, residual: Tensor, delta: Tensor | None, rotation: Rotation, backend: Attend) -> Attended:
-        """Implements `DecoderLayer`."""
         x = self._attention.ops.add_norm(residual, delta, self._norm)
         return self._attention.attend_normed(x, rotation, backend), x if self._mlp_norm is None else None
 
     def finish(self, residual: Tensor, attended: Attended) -> tuple[Tensor, Tensor | None]:
-        """Implements `DecoderLayer`."""
         out, x = self._attention.out(attended[0]), attended[1]
         del attended
         if self._mlp_norm is not None:

@@ -90,27 +90,27 @@ class TokenEmbedding:
             adapted.add_to(found, own)
         return self._ranks.sum(found.masked_fill_(is_elsewhere[:, None], 0))
 
-    def make_head(self, layers: LinearLayers, tied: bool, name: str = HEAD, *, bias: bool = False) -> Linear:
+    def make_head(self, layers: LinearLayers, tied: bool) -> Linear:
         """Makes the output layer. tied: it uses this weight, unless the checkpoint has another one for it.
 
         Of the pipeline stages, the last has an output layer. If tied, it has the embeddings, too.
         """
         stage = layers.table.stage
         if stage is not None and not stage.is_last and not (tied and stage.is_first):
-            return dense_linear(_absent(self.weight.shape[1]), name=name)
+            return dense_linear(_absent(self.weight.shape[1]), name=HEAD)
         if tied:
             if stage is not None and not stage.is_first:
                 self.weight = self._place(layers)
-            linear = dense_linear(self.weight, name=name, split=Split.OUTPUTS, outputs=self.vocab_size)
+            linear = dense_linear(self.weight, name=HEAD, split=Split.OUTPUTS, outputs=self.vocab_size)
             self.has_tied_head = True
 
             def untie(own: Tensor) -> None:
                 self.has_tied_head = False
                 linear.method.replace("weight", own)
 
-            layers.table.tie(f"{name}.weight", f"{self.name}.weight", untie)
+            layers.table.tie(f"{HEAD}.weight", f"{self.name}.weight", untie)
         else:
-            linear = layers.make([part(name, self.vocab_size)], self.weight.shape[1], split=Split.OUTPUTS, bias=bias)
+            linear = layers.make([part(HEAD, self.vocab_size)], self.weight.shape[1], split=Split.OUTPUTS)
         if layers.table.ranks is not None:
             linear.join(JoinedColumns(layers.table.ranks, self.vocab_size))
         return linear

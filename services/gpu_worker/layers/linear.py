@@ -204,7 +204,6 @@ class Linear:
         return out if self._join is None else self._join(out)
 
     def of_rounded(self, rows: RoundedRows) -> Tensor:
-        """The product of rows that were rounded by `rounding`."""
         product = self._rounded.get(rows.codes.shape[0], self._rounded_default)
         assert product is not None, "this layer takes no rounded rows"
         return product(rows)

@@ -141,7 +141,6 @@ MakeQKNorm = Callable[[WeightTable, str, Rows, Rows, Arrange], QKNorm]
 
 
 def _own_heads(table: WeightTable, of_q: Rows, of_k: Rows) -> tuple[int, int]:
-    """Numbers of q heads and of k heads of this rank."""
     return len(of_q.own_units(table.shard)), len(of_k.own_units(table.shard))
 
 

@@ -94,7 +94,6 @@ class RoundedInputProducts:
         return lambda x: multiply(quantize_rows(x, rounding))
 
     def rounded(self, config: KernelConfig, method: LinearMethod) -> RoundedProduct:
-        """Implements `RoundedFormProducts`."""
         if config == CUBLAS:
             return _kept(method).apply_rounded
         if config.kernel == "skinny":

@@ -95,7 +95,6 @@ class LinearTimer:
         return self._inputs[rows, size]
 
     def free_inputs(self) -> None:
-        """Frees the inputs of the measurements."""
         self._inputs.clear()
 
 

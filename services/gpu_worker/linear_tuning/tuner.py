@@ -148,7 +148,6 @@ class Tuner:
         self.timer.free_inputs()
 
     def _keep(self, rows: int) -> None:
-        """Writes the configs of a number of rows to the cache file."""
         shapes, own = self._experts.shapes, self._expert_configs[rows]
         entry = TunedConfig(self.layers, self._dtype_name, rows, self._configs[rows], shapes, own)
         known = kernel_configs.read_cache(self._cache_path)

@@ -51,7 +51,6 @@ class Rows(NamedTuple):
         return self.size // self.units
 
     def own_units(self, shard: Shard) -> range:
-        """Returns the units of a rank."""
         own = self.share(shard)
         return range(own.start // self.unit, own.stop // self.unit)
 
@@ -82,6 +81,12 @@ class MatrixPart:
             found.append(range(start + own.start, start + own.stop))
             start += rows.size
         return found
+
+    def in_order(self, rows: Tensor) -> Tensor:
+        """Brings the part's rows [out, ...] from the checkpoint's order into that of the product."""
+        if self.interleaved:
+            rows = torch.unflatten(rows, 0, (-1, len(self.rows))).transpose(0, 1).flatten(0, 1)
+        return rows if self.arrange is None else self.arrange(rows)
 
 
 def part(name: str, size: int | Rows, units: int | None = None, arrange: Arrange | None = None) -> MatrixPart:

@@ -144,18 +144,16 @@ class WeightTable:
         shape: tuple[int, ...],
         arrange: Arrange | None = None,
         stored: frozenset[torch.dtype] = FLOATS,
-        write: Write | None = None,
         *,
         cut: Arrange | None = None,
         fill: Fill | None = None,
     ) -> None:
         """A checkpoint's `name` of `shape` goes to `target`, rows rearranged; a smaller shape is repeated.
 
-        stored: the dtypes that the checkpoint may have there. Weights of a quantization format name theirs. write:
-        writes to the target what a copy would first make in a second place, as `arrange` does. cut: takes the share of
-        `shard` of the rearranged tensor. fill: see `WeightPlace`.
+        stored: the dtypes that the checkpoint may have there. Weights of a quantization format name theirs. cut: takes
+        the share of `shard` of the rearranged tensor. fill: see `WeightPlace`.
         """
-        self.places[name] = WeightPlace(target, shape, arrange, stored, write, fill, cut=cut)
+        self.places[name] = WeightPlace(target, shape, arrange, stored, None, fill, cut=cut)
 
     def place_whole(self, name: str, place: WeightPlace, parts: Sequence[str]) -> None:
         """A checkpoint may have one weight `name` in place of all `parts`, which have places of their own."""

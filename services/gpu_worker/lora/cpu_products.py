@@ -116,7 +116,6 @@ class CpuPlaces:
             self._embedding.put(place, tokens.embedding)
 
     def _put_added(self, place: int, tokens: TokenDeltas) -> None:
-        """Gives a place the head's rows of added tokens."""
         if tokens.num_added and tokens.head_layer is not None and self._added is None:
             head = self._linears[tokens.head_layer]
             self._added = head.added = CpuAddedColumns(batch_invariant=head.is_batch_invariant)

@@ -59,7 +59,6 @@ class ModuleTensors:
     is_stack: bool = False  # of all experts: A [experts * rank, in], expert after expert, B [out, rank * experts]
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """The tensors by the names of their fields."""
         found = ((name, getattr(self, name)) for name in dict.fromkeys(ENDINGS.values()))
         return [(name, value) for name, value in found if value is not None]
 

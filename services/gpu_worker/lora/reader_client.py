@@ -87,7 +87,6 @@ class ReaderProcess:
         return found
 
     def _take(self) -> None:
-        """Takes the answers that are there."""
         for frame in self._frames.receive():
             if isinstance(frame, FolderRefused):
                 self._refuse(frame.job, frame.cause)

@@ -51,8 +51,6 @@ class MemoryMapped(ControlFrame, frozen=True):
 
 
 class TensorPlace(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One tensor in the memory."""
-
     field: str  # of `ModuleTensors`
     dtype: str
     shape: list[int]
@@ -82,8 +80,6 @@ class FolderRead(ControlFrame, frozen=True):
 
 
 class PromptRead(ControlFrame, frozen=True):
-    """A prompt adapter."""
-
     job: int
     vectors: bytes  # in the dtype of the settings ...
     shape: list[int]  # ... [virtual tokens, width]

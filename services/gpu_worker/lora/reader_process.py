@@ -91,7 +91,6 @@ class ReaderThreads:
         self._asked.put(folder)
 
     def take(self) -> list[FromReader]:
-        """Returns the answers that are there."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.wakes)
         found: list[FromReader] = []

@@ -183,7 +183,7 @@ class ModelTargets:
         of_experts = torch.unflatten(b.float(), 1, (rank, number)) * config.scale_of(name)  # the expert is fastest
         for expert, layer in layers:
             rows, one, share = of_experts[:, :, expert], self._layers[layer].spec.parts, self._shares[layer]
-            rows = share.cut_rows(in_order(one[0], rows) if len(one) == 1 else rows, 0, len(one))
+            rows = share.cut_rows(one[0].in_order(rows) if len(one) == 1 else rows, 0, len(one))
             of_expert = share.cut_a(a[expert * rank : (expert + 1) * rank])
             pair = of_expert.to(dtype).contiguous(), rows.to(dtype).contiguous()
             _check_finite(module, dtype, *pair)
@@ -201,9 +201,9 @@ class ModelTargets:
         share, index = self._shares[target.layer], target.index
 
         def own_rows(values: Tensor) -> Tensor:
-            return share.cut_rows(in_order(one, values.float()), index)
+            return share.cut_rows(one.in_order(values.float()), index)
 
-        b = None if module.b is None else share.cut_rows(in_order(one, module.b), index)
+        b = None if module.b is None else share.cut_rows(one.in_order(module.b), index)
         if b is not None and (module.scale != 1.0 or b.dtype != dtype):
             b = b.float() * module.scale
         b = None if b is None else b.to(dtype).contiguous()
@@ -237,7 +237,7 @@ class ModelTargets:
         with torch.inference_mode():
             bias = product(torch.zeros_like(units[:1]))
             own = (product(units) - bias)[:, self._own_outputs(target)].float().cpu().T
-        given = share.cut_rows(in_order(target.part, stored[:, columns + share.inputs.start].float()), target.index)
+        given = share.cut_rows(target.part.in_order(stored[:, columns + share.inputs.start].float()), target.index)
         if not torch.allclose(own, given, rtol=0.05, atol=0.05 * float(given.abs().mean())):
             raise differs
 
@@ -281,13 +281,6 @@ def _key(name: str) -> str:
 
 def _stack(module: ModuleTensors) -> str:
     return _key(module.name.removesuffix(STACK_SUFFIX))
-
-
-def in_order(one: MatrixPart, rows: Tensor) -> Tensor:
-    """Brings a part's rows [out, ...] from the checkpoint's order into that of the product."""
-    if one.interleaved:
-        rows = torch.unflatten(rows, 0, (-1, len(one.rows))).transpose(0, 1).flatten(0, 1)
-    return rows if one.arrange is None else one.arrange(rows)
 
 
 def _check_shape(module: ModuleTensors, name: str, tensor: Tensor | None, dim: int, size: int) -> None:

@@ -78,7 +78,6 @@ class ModelShape:
 
     @property
     def has_latent(self) -> bool:
-        """Whether a layer has latent attention."""
         return any(layer.latent_dim is not None for layer in self.attention)
 
     @property

@@ -135,7 +135,6 @@ def _share_memory(group: RankGroup, folder: Path) -> SymmetricSums | None:
 
 
 def _time(group: RankGroup, call: Call, device: torch.device) -> float:
-    """Returns the seconds of one call in a CUDA graph."""
     call()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()

@@ -214,7 +214,6 @@ class JoinedPooler:
         self.rows = RowsNeeded.LAST if is_last else RowsNeeded.ALL
 
     def add(self, chunk: PooledChunk) -> PooledRows:
-        """Implements `Pooler`."""
         return PooledRows(torch.cat([pooler.add(chunk).rows for pooler in self._poolers], -1))
 
     def drop(self, slot: int) -> None:

@@ -5,7 +5,7 @@
 - `formats/`: what each `quant_method` means, a `scheme.Scheme`, by the names of matrices (`names`).
 - `kept/`: the forms of quantized weights in memory, a `kept.form.KeptForm` each.
 - `quantized_format` makes linear layers and experts of both, by the rules that hold for all formats; where parts of a
-  product differ it makes a `cut_linear.CutLinear`.
+  product differ it makes a `quantized_format.CutLinear`.
 - `registry.find_format` picks the format of config.json; `shared/quantization.py` has the table of names.
 
 A format is added as the docstring of `formats/` says, a kept form as that of `kept/`. Layers ask for weights by

@@ -127,7 +127,6 @@ class UnquantizedExperts:
     """Weights of experts in the dtype of the model. Implements `ExpertMethod`."""
 
     __slots__ = ("bias", "weight")
-    form = FORM
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias  # [experts, out, in], [experts, out]
@@ -143,9 +142,6 @@ class UnquantizedExperts:
     @property
     def size_bytes(self) -> int:
         return self.weight.nbytes
-
-    def round_inputs(self, x: Tensor) -> Tensor:
-        return x
 
     def linear(self, expert: int) -> ExpertLinear:
         return UnquantizedLinear(self.weight[expert], None if self.bias is None else self.bias[expert])

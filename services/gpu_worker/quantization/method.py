@@ -80,10 +80,6 @@ class ExpertMethod(Protocol):
     """The weight of one product of all experts of a layer: a `LinearMethod` with a leading dimension of experts."""
 
     @property
-    def form(self) -> str:
-        """The layout that kernels of experts read, a key of these kernels."""
-
-    @property
     def shape(self) -> tuple[int, int]:
         """Numbers of input and output features, of this rank."""
 
@@ -93,13 +89,6 @@ class ExpertMethod(Protocol):
 
     @property
     def size_bytes(self) -> int: ...
-
-    @property
-    def bias(self) -> Tensor | None:
-        """[experts, outputs]."""
-
-    def round_inputs(self, x: Tensor) -> Tensor:
-        """x [rows, inputs] as products see it, in its dtype."""
 
     def linear(self, expert: int) -> ExpertLinear:
         """Returns the weight of one expert, in the memory of all: for devices that multiply expert by expert, and to

@@ -170,5 +170,4 @@ def _without(marks: tuple[str, ...], key: str) -> str:
 
 
 def _contains(parts: Sequence[str], some: Sequence[str]) -> bool:
-    """Whether `some` stand in `parts` side by side."""
     return any(list(parts[i : i + len(some)]) == list(some) for i in range(len(parts) - len(some) + 1))

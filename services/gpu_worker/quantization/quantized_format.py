@@ -19,7 +19,6 @@ from torch import Tensor
 from blockyard.services.gpu_worker.loading.linear_spec import Cut, ExpertSpec, LinearSpec, MatrixPart, Split
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.parallel.shares import Shard
-from blockyard.services.gpu_worker.quantization.cut_linear import CutLinear
 from blockyard.services.gpu_worker.quantization.dense import (
     UnquantizedExperts,
     UnquantizedFormat,
@@ -37,7 +36,7 @@ from blockyard.services.gpu_worker.quantization.kept.form import (
     is_dequantized_on,
     kinds,
 )
-from blockyard.services.gpu_worker.quantization.method import ExpertMethod, LinearMethod
+from blockyard.services.gpu_worker.quantization.method import ExpertMethod, Fusion, LinearMethod
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, Scheme, StoredMatrix
 from blockyard.shared.errors import ConfigError, LoadError
 
@@ -248,7 +247,7 @@ class _Placement:
             target, value = _as_bytes(target if expert is None else target[expert], value)
             if stated.rows:
                 target = target.narrow(0, start, sum(map(len, rows)))
-                value = Cut(0, tuple(rows))(_in_order(one, value))
+                value = Cut(0, tuple(rows))(one.in_order(value))
             columns = self._columns[name]
             target.copy_(value if columns is None else value[..., columns.start : columns.stop])
 
@@ -279,13 +278,6 @@ def _without_order(stored: StoredMatrix | None, inputs: int, dtype: torch.dtype)
     return _as_numbers(stored, inputs, dtype)
 
 
-def _in_order(one: MatrixPart, rows: Tensor) -> Tensor:
-    """Brings a part's rows from the checkpoint's order into the order of the product."""
-    if one.interleaved:
-        rows = torch.unflatten(rows, 0, (-1, len(one.rows))).transpose(0, 1).flatten(0, 1)
-    return rows if one.arrange is None else one.arrange(rows)
-
-
 def _columns(one: KeptTensor, spec: LinearSpec, shard: Shard) -> range | None:
     """The elements of the last dimension that a rank has. None: all."""
     if one.inputs is None or spec.split is not Split.INPUTS:
@@ -313,3 +305,35 @@ def _note(
         table.note(note, name)
     if is_dequantized_on(table.device, form) and not fits_host(form, shape, table.dtype):
         table.note(f"{form.name} weights, dequantized because the CPU has no product of them", name)
+
+
+class CutLinear:
+    """A product of parts in different forms: one product for each run of parts with equal forms, side by side.
+
+    Implements `LinearMethod`.
+    """
+
+    form = None
+    fusions = frozenset[Fusion]()
+
+    def __init__(self, methods: Sequence[LinearMethod]) -> None:
+        self.methods = methods
+        self.shape = methods[0].shape[0], sum(one.shape[1] for one in methods)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(one.size_bytes for one in self.methods)
+
+    def prepare(self) -> None:
+        for one in self.methods:
+            one.prepare()
+
+    def apply(self, x: Tensor) -> Tensor:
+        return torch.cat([one.apply(x) for one in self.methods], -1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"{i}.{name}": own for i, one in enumerate(self.methods) for name, own in one.tensors().items()}
+
+    def replace(self, name: str, tensor: Tensor) -> None:
+        number, _, own = name.partition(".")
+        self.methods[int(number)].replace(own, tensor)

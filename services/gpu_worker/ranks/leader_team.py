@@ -106,7 +106,6 @@ class LeaderTeam:
         self._watch.start()
 
     def divide(self, decide: Callable[[], list[int]]) -> list[int]:
-        """Implements `RankTeam`."""
         self._stage_layers = decide()
         return self._stage_layers
 
@@ -158,7 +157,6 @@ class LeaderTeam:
         return self._of_transfers.pop(place)[1]
 
     def _read_answers(self) -> None:
-        """Reads all that has come."""
         for rank, pipe in self._commands.items():
             while pipe.is_readable:
                 self._read_answer(rank)

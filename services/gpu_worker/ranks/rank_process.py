@@ -93,20 +93,16 @@ class FollowerTeam:
         self._meeting = replace(self._meeting, store=store)
 
     def divide(self, decide: Callable[[], list[int]]) -> list[int]:
-        """Implements `RankTeam`."""
         return self.stage_layers
 
     @property
     def followers(self) -> list[int]:
-        """Implements `RankTeam`."""
         return []
 
     def take_adapter_answers(self) -> list[tuple[int, AdapterRead]]:
-        """Implements `RankTeam`."""
         return []
 
     def connect(self, connect: Connect) -> RankGroups:
-        """Implements `RankTeam`."""
         if self._groups is None:
             self._groups = connect(self.place, self._meeting)
         return self._groups

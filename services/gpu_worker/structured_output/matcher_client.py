@@ -27,8 +27,6 @@ EXIT_S = 0.2  # a killed process has its exit status by then: the kernel closes 
 
 
 class MatcherClient:
-    """One process."""
-
     def __init__(self, settings: MatcherSettings, memory_fd: int, command: Sequence[str]) -> None:
         """command: arguments of the Python interpreter."""
         self.process, ours = start_child(command, [memory_fd], TOKENIZERS_PARALLELISM="false")

@@ -242,7 +242,6 @@ class MatcherProcesses:
         self._note_late(self._missing(wanted), time.monotonic())
 
     def sampled(self, tokens: Iterable[tuple[int, int, int]]) -> None:
-        """The host has sampled tokens: slot, index and token of each."""
         processes = set()
         for slot, index, token in tokens:
             state = self._slots[slot]

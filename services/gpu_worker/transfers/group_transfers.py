@@ -83,7 +83,6 @@ class GroupTransfers:
 
     @property
     def num_sends(self) -> int:
-        """Sends that have not ended."""
         return self._joined.num_sends
 
     def is_sending(self, number: int) -> bool:

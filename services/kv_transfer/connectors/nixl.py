@@ -177,8 +177,6 @@ _Ended = Callable[[Place | None, str], None]  # where a copy was written to; or 
 
 @dataclass(slots=True)
 class _Copy:
-    """A copy in flight."""
-
     end: Callable[[str], None]  # with the error, "" for none
     until: float  # when it has stalled
     handle: object = None

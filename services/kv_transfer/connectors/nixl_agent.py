@@ -52,7 +52,6 @@ class Region:
             torch.cuda.set_device(self.device)
 
     def piece(self, offset: int, num_bytes: int) -> Pieces:
-        """One piece of it, for a copy."""
         return np.array([[self.address + offset, num_bytes, self.device]], np.uint64)
 
 

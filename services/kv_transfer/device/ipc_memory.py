@@ -36,7 +36,6 @@ class CudaDriver:
         library.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
 
     def start_of(self, address: int) -> int:
-        """Returns the start of the allocation that has this address."""
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         code = self._library.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), address)
         self._check(code, "cuMemGetAddressRange")

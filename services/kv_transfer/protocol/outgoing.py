@@ -91,17 +91,12 @@ class OutgoingTransfers:
         self._events: list[SenderEnded] = []
 
     @property
-    def num_open(self) -> int:
-        return len(self._open)
-
-    @property
     def has_output(self) -> bool:
         """Whether there are frames or events to take. The `poll` of another link may make some."""
         return bool(self._frames or self._events)
 
     @property
     def num_copies(self) -> int:
-        """Copies in flight."""
         return sum(it.in_flight for it in self._open.values())
 
     def set_chunk_bytes(self, chunk_bytes: int) -> None:

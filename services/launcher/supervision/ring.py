@@ -31,7 +31,6 @@ class Ring:
         self, deployment: Deployment, folder: Path, display: StartupDisplay, make_command: MakeCommand | None = None
     ) -> None:
         self._deployment = deployment
-        self._display = display
         all_specs = service_specs(deployment)
         self.supervisor = Supervisor(all_specs, folder, make_command)
         workers = [spec.name for spec in all_specs if spec.service == "gpu_worker"]

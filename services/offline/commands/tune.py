@@ -48,7 +48,6 @@ def wait(done: Callable[[], float], say: Callable[[float], None], period_s: floa
 
 
 def describe(values: Values) -> str:
-    """Describes the folder in a line."""
     folder = values.maybe("kernel-cache", str)
     if folder is None:
         return "kernels and tuned configs are in the user's cache (--kernel-cache DIR writes them to one folder)"

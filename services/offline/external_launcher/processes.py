@@ -116,7 +116,6 @@ class FirstProcess:
         self._tell(RingReady(card))
 
     def run(self, method: str, content: bytes, work: Callable[[], Outputs]) -> Outputs:
-        """Implements `Processes`."""
         if not self._others:
             return work()
         with self._lock:

@@ -141,8 +141,6 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class RequestAdapters:
-    """The adapters that a request names."""
-
     lora: Adapter | None = None
     prompt: Adapter | None = None
 

@@ -88,7 +88,6 @@ class PipelineTurns:
             turn.remove(running)
 
     def on_sent(self, number: int) -> None:
-        """A plan of the current turn is sent."""
         self._current.plans.append(number)
         self._current.last_plan = number
 

@@ -53,7 +53,6 @@ class PlanRecord:
 
     @property
     def packed_amount(self) -> QueueAmount:
-        """Texts and their tokens."""
         texts = [run.texts for run in self.packed]
         return QueueAmount(sum(one.num_texts for one in texts), sum(one.num_tokens for one in texts))
 

@@ -38,7 +38,6 @@ class BeamScheduler:
         self._parallel_sampling.add(request, [first])
 
     def on_result(self, group: WorkerGroup, sequence: Sequence, slot: SlotResult) -> None:
-        """The result of one slot, for a beam."""
         request, search, hypothesis = sequence.request, sequence.request.search, sequence.hypothesis
         assert search is not None
         assert hypothesis is not None
@@ -105,7 +104,6 @@ class BeamScheduler:
         return relieved
 
     def _extend(self, search: ActiveBeamSearch, extensions: list[tuple[int, Hypothesis]]) -> None:
-        """Replaces the beams."""
         before = search.beams
         stay: dict[int, Hypothesis] = {}
         for place, hypothesis in extensions:

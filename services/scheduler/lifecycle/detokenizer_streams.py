@@ -90,7 +90,6 @@ class DetokenizerStreams:
         return True
 
     def close(self, request: Request) -> None:
-        """Closes the streams of a request."""
         text_outbox = request.text_outbox
         if text_outbox is not None:
             text_outbox.close_streams([Cancel(request.id, request.attempt)], len(request.sequences))

@@ -209,7 +209,6 @@ class ResultApplier:
 
 
 def _indexes(tokens: "array[int]", token: int) -> set[int]:
-    """The indexes at which a token stands."""
     places: set[int] = set()
     place = -1
     for _ in range(tokens.count(token)):
@@ -221,7 +220,6 @@ def _indexes(tokens: "array[int]", token: int) -> set[int]:
 def _send(
     sequence: Sequence, slot: SlotResult, finish: FinishReason | None, stamp_s: float, transfer_params: bytes
 ) -> None:
-    """Sends what a slot produced to the detokenizer."""
     request, first, text_outbox = sequence.request, len(sequence.outputs), sequence.request.text_outbox
     if text_outbox is None:
         return

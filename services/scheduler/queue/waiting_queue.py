@@ -19,8 +19,6 @@ ShareOf = Callable[[QueueAmount], tuple[float, int]]  # share of the queue, and 
 
 
 class UserUsage:
-    """What one user has in the queue."""
-
     __slots__ = ("amount", "unaccepted")
 
     def __init__(self) -> None:

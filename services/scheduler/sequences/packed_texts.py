@@ -12,8 +12,6 @@ from blockyard.shared.token_ids import ID_BYTES
 
 
 class TextColumns:
-    """The texts of one frame."""
-
     __slots__ = ("ends", "frame", "indexes", "lengths")
 
     def __init__(self, frame: Pool) -> None:

@@ -216,7 +216,6 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and outputs."""
         return self.request.num_prompt + len(self.outputs)
 
     @property

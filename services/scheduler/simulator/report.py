@@ -77,7 +77,6 @@ def _busy_roles(simulation: Simulation) -> dict[KVRole, float]:
 
 
 def _workers_text(config: SimulationConfig, simulation: Simulation) -> str:
-    """One line for each role of workers."""
     lines = []
     for role, geometry in simulation.geometries.items():
         num = simulation.num_workers[role]

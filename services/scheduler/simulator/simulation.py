@@ -113,7 +113,6 @@ class Simulation:
         self.core.on_member(Member("worker", Role.GPU_WORKER, incarnation, "", ready=True), self.now)
 
     def _arrive(self) -> None:
-        """Adds the next arrival to the events."""
         request, frame = next(self._arrivals, (None, None))
         if request is not None and frame is not None:
             self._at(request.arrival_s, partial(self._to_core, GATEWAY, frame))
@@ -144,7 +143,6 @@ class Simulation:
         heapq.heappush(self._events, (when, self._num_pushed, happen))
 
     def _tell(self, when: float, worker: int, frame: SchedulerIn) -> None:
-        """A worker sends a frame to the scheduler."""
         self._at(when + self._hop_s, partial(self._to_core, worker, frame))
 
     def _to_core(self, peer: int, frame: SchedulerIn, _: float) -> None:

@@ -16,8 +16,6 @@ GROUP_IDS, PROMPT_IDS, OUTPUT_IDS = 0, 1 << 30, 1 << 31
 
 
 class TraceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One line of a trace."""
-
     arrival_s: float
     prompt_tokens: int
     output_tokens: int  # for each choice

@@ -11,8 +11,6 @@ from blockyard.shared.messages import KVAbort, KVLanded, KVReceive, KVSend, KVSe
 
 @dataclass(slots=True, eq=False)
 class SimTransfer:
-    """A transfer that has not ended."""
-
     source: int  # incarnation, as of `target`
     target: int
     landed: list[int] = field(default_factory=list)  # blocks of the target

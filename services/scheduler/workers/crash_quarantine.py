@@ -71,7 +71,6 @@ class CrashQuarantine:
         return not waits or (bool(group.running) and all(now - probation.since_s < MAX_WAIT_S for probation in waits))
 
     def _running(self, group: WorkerGroup) -> Request | None:
-        """The quarantined request that runs in this group."""
         running = [*(one.sequence for one in group.running), *(one.sequence for one in group.packed_in_flight())]
         requests = (sequence.request for sequence in running if sequence.phase is not Phase.ENDED)
         return next((request for request in requests if request.id in self.probations), None)

@@ -109,7 +109,6 @@ class WorkerSleep:
             self._send_control(group.worker, Wake(self._scheduler, sorted(self.restored)))
 
     def _send_control(self, worker: int, frame: Sleep | Wake) -> None:
-        """Sends a frame that the worker answers with Slept."""
         self._asleep.setdefault(worker, 0)
         self._num_unanswered[worker] += 1
         self._outbox.send(worker, frame)

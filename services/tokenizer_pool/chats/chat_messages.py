@@ -8,7 +8,6 @@ from jinja2 import nodes
 
 from blockyard.shared.errors import RequestError
 from blockyard.shared.ring_client.request_fields.chat_messages import TEXT_PARTS
-from blockyard.shared.tool_parsers.call_arguments import template_arguments
 
 Message = dict[str, Any]
 TEXT_ARGUMENT = "arguments"  # the name of a text in place of arguments
@@ -121,3 +120,30 @@ def _with_functions(message: Message, change: Callable[[dict[str, Any]], dict[st
 
     calls = message.get("tool_calls")
     return {**message, "tool_calls": [changed(call) for call in calls]} if isinstance(calls, list) else dict(message)
+
+
+def template_arguments(given: object) -> dict[str, Any] | str:
+    """The arguments of an earlier call as chat templates take them: the object, where there is one, and else the text.
+
+    Never an error, because models write other values and cut texts, and a client can only send them again.
+
+    Nothing and null are an empty object. A JSON string is decoded once, since models and clients encode twice.
+    """
+    if given is None or isinstance(given, dict):
+        return given or {}
+    text = given if isinstance(given, str) else msgspec.json.encode(given).decode()
+    value = _decoded(text)
+    if isinstance(value, str):
+        text, value = value, _decoded(value)
+    if value is None or not text.strip():
+        return {}
+    return value if isinstance(value, dict) else text
+
+
+def _decoded(text: str) -> object:
+    """The JSON value; False for text that is no JSON."""
+    try:
+        value: object = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return False
+    return value

@@ -137,7 +137,6 @@ class ForkServer:
             socket.send_fds(self._control, [encode(WorkerStarted(pid))], [ours.fileno()])
 
     def _end(self, alive: int) -> None:
-        """Reaps a worker that has ended."""
         worker = self._workers.pop(alive)
         os.close(alive)
         _, status, used = os.wait4(worker.pid, 0)

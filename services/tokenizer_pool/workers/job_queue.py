@@ -17,8 +17,6 @@ KILLED_S = 60.0  # since the first kill from outside that a job, or a server tha
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnd:
-    """How a worker ended, and when."""
-
     exit_code: int  # negative: killed by this signal; 0: between two jobs
     now_s: float
     was_stuck: bool = False  # the service had it killed, because its job was silent for too long
@@ -55,7 +53,6 @@ class JobQueue:
         self._sent[worker] = deque()
 
     def current(self, worker: int) -> Job | None:
-        """Returns the job that the worker runs."""
         sent = self._sent.get(worker)
         return sent[0] if sent else None
 
@@ -66,7 +63,8 @@ class JobQueue:
         """Returns the jobs to send now, in order, each with its worker."""
         out = []
         while (worker := self._least_loaded()) is not None:
-            job = self._turns.take(may_be_long=self._num_long() < NUM_WORKERS - 1)
+            num_long = sum(not job.work.quick for sent in self._sent.values() for job in sent)
+            job = self._turns.take(may_be_long=num_long < NUM_WORKERS - 1)
             if job is None:
                 break
             self._sent[worker].append(job)
@@ -91,9 +89,6 @@ class JobQueue:
     def _least_loaded(self) -> int | None:
         free = [w for w, sent in self._sent.items() if len(sent) < MAX_SENT and (not sent or sent[-1].work.quick)]
         return min(free, key=lambda w: len(self._sent[w])) if free else None
-
-    def _num_long(self) -> int:
-        return sum(not job.work.quick for sent in self._sent.values() for job in sent)
 
     def _verdict(self, job: Job, end: WorkerEnd, max_model_len: int) -> TextRejected | None:
         """Returns the answer of the job that the worker ended with; None: it may run again."""
@@ -144,7 +139,6 @@ def _is_check(work: Work) -> bool:
 
 
 def _field(work: Work) -> str:
-    """The field of a request that the job is about."""
     if isinstance(work, TokenizeTexts):
         return "input"
     if not isinstance(work, Tokenize):

@@ -128,8 +128,6 @@ class Server:
 
 
 class WorkerStream:
-    """A worker with its stream."""
-
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
         self.since_s = 0.0  # start of the current job
@@ -251,7 +249,6 @@ class JobWorkers:
         self._send()
 
     async def _read(self, pid: int, worker: WorkerStream, on_answer: OnAnswer) -> None:
-        """Passes answers on until the worker ends."""
         server, decoder = self._server, msgspec.msgpack.Decoder(Answer)
         try:
             while True:

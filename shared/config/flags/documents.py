@@ -1,7 +1,8 @@
 """Documents the flags: help text for the terminal, and the table in shared/config/FLAGS.md."""
 
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from blockyard.shared.config.flags import GROUPS, vllm_only
@@ -62,6 +63,35 @@ def rewrite(path: Path, change: Callable[[str], str]) -> None:
         path.write_text(change(path.read_text("utf-8")), "utf-8")
     except OSError as e:
         raise ConfigError(f"{path}: {e.strerror}") from e
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentTables:
+    """Tables that stand between two marker comments of a document, and the command that prints and writes them."""
+
+    of: str  # what, in the comments
+    written_by: str  # the command with its words
+    markdown: Callable[[], str]  # the current tables
+
+    def written_in(self, document: str) -> str:
+        """Returns the document with the current tables. Raises ConfigError without the marker comments."""
+        return with_section(
+            document,
+            f"<!-- {self.of}: written by `{self.written_by}` -->",
+            f"<!-- end of {self.of} -->",
+            self.markdown(),
+        )
+
+    def command(self, args: Sequence[str]) -> int:
+        """Prints the tables; `--write FILE` updates them in a document. Raises ConfigError."""
+        match list(args):
+            case []:
+                print(self.markdown())
+            case ["--write", name]:
+                rewrite(Path(name), self.written_in)
+            case _:
+                raise ConfigError("expected nothing, or --write FILE")
+        return 0
 
 
 def spelling(flag: Flag) -> str:

@@ -1,11 +1,10 @@
 """Flags of memory, scheduling and parallelism."""
 
-from blockyard.shared.config.flags.flag import Flag, FlagKind
+from blockyard.shared.config.flags.flag import Flag, FlagKind, switch
 
 PARALLEL = (
     Flag(
         "tensor-parallel-size",
-        FlagKind.INT,
         1,
         "Ranks of a worker, each with a share of every layer on its own GPU, or on the CPU.",
         ("worker.tensor_parallel_size",),
@@ -15,7 +14,6 @@ PARALLEL = (
     ),
     Flag(
         "pipeline-parallel-size",
-        FlagKind.INT,
         1,
         "Stages of a worker, each with some of the layers and --tensor-parallel-size ranks.",
         ("worker.pipeline_parallel_size",),
@@ -25,13 +23,12 @@ PARALLEL = (
     ),
     Flag(
         "pipeline-layers",
-        FlagKind.INTS,
         None,
         "Number of layers of each stage, such as 20,12; unset: by their weights and the room for KV blocks.",
+        kind=FlagKind.INTS,
     ),
     Flag(
         "nnodes",
-        FlagKind.INT,
         1,
         "Hosts of the ranks of a worker: `blockyard run gpu-worker` on each, with the same flags but for --node-rank.",
         short_names=("n",),
@@ -40,7 +37,6 @@ PARALLEL = (
     ),
     Flag(
         "node-rank",
-        FlagKind.INT,
         0,
         "Number of this host, from 0. The host of number 0 has the leader.",
         short_names=("r",),
@@ -48,7 +44,6 @@ PARALLEL = (
     ),
     Flag(
         "rank-timeout",
-        FlagKind.FLOAT,
         120.0,
         "Seconds in which all ranks of a worker that are started elsewhere must have joined it.",
         ("worker.rank_timeout_s",),
@@ -56,62 +51,51 @@ PARALLEL = (
     ),
     Flag(
         "data-parallel-size",
-        FlagKind.INT,
         1,
         "Replicas of the model, each on its own GPU or with its share of the CPU cores.",
         short_names=("dp",),
         ge=1,
         le=1024,
     ),
-    Flag(
+    switch(
         "enable-expert-parallel",
-        FlagKind.BOOL,
-        False,
         "Give each rank of --tensor-parallel-size, and of all replicas of --data-parallel-size together, some experts "
         "whole. Otherwise each rank has a share of every expert, and each replica has all.",
         ("worker.expert_parallel",),
     ),
-    Flag(
+    switch(
         "enable-eplb",
-        FlagKind.BOOL,
-        False,
         "With --enable-expert-parallel: move experts between ranks while serving, so that they have about equal loads.",
     ),
     Flag(
         "eplb-config",
-        FlagKind.JSON,
         None,
         "When --enable-eplb moves experts: every step_interval steps (3000), by the loads of the last window_size ones "
         "(1000). log_balancedness: write a line each time.",
+        kind=FlagKind.JSON,
     ),
     Flag(
         "distributed-executor-backend",
-        FlagKind.TEXT,
         None,
         "Who starts the ranks of a worker. mp: its first process, on this machine; uni: there is one rank; ray: a Ray "
         "cluster, on any of its machines; external_launcher: torchrun, whose process 0 makes the `LLM`. Unset: mp, or "
         "ray if this machine has too few GPUs and a cluster answers.",
         choices=("mp", "uni", "ray", "external_launcher"),
     ),
-    Flag("worker-use-ray", FlagKind.BOOL, False, "The same as --distributed-executor-backend ray."),
-    Flag(
+    switch("worker-use-ray", "The same as --distributed-executor-backend ray."),
+    switch(
         "engine-use-ray",
-        FlagKind.BOOL,
-        False,
         "Start the engine with Ray.",
         mapped="services are processes of their own already; for ranks: --distributed-executor-backend ray",
     ),
-    Flag("ray-workers-use-nsight", FlagKind.BOOL, False, "Profile each rank that Ray starts with Nsight Systems."),
-    Flag(
+    switch("ray-workers-use-nsight", "Profile each rank that Ray starts with Nsight Systems."),
+    switch(
         "disable-custom-all-reduce",
-        FlagKind.BOOL,
-        False,
         "Sum over ranks by NCCL alone, and not by kernels that write to other GPUs' memory.",
         ("!worker.custom_all_reduce",),
     ),
     Flag(
         "worker-cls",
-        FlagKind.TEXT,
         "auto",
         "Kind of worker; mock: no model, tokens at a fixed rate.",
         ("worker.worker_cls",),
@@ -122,7 +106,6 @@ PARALLEL = (
 CACHE = (
     Flag(
         "block-size",
-        FlagKind.INT,
         16,
         "Tokens per KV block.",
         ("worker.block_size", "tokenizer.block_size"),
@@ -130,14 +113,12 @@ CACHE = (
     ),
     Flag(
         "enable-prefix-caching",
-        FlagKind.BOOL,
         True,
         "Reuse KV blocks of earlier requests with the same prefix.",
         ("scheduler.enable_prefix_caching",),
     ),
     Flag(
         "gpu-memory-utilization",
-        FlagKind.FLOAT,
         0.9,
         "Fraction of the GPU's memory for weights and KV.",
         ("worker.gpu_memory_utilization",),
@@ -147,14 +128,13 @@ CACHE = (
     ),
     Flag(
         "swap-space",
-        FlagKind.FLOAT,
         None,
         "Host memory for KV blocks evicted from the device, in GiB per worker; unset: 4 to swap, else 0.",
         ge=0,
+        kind=FlagKind.FLOAT,
     ),
     Flag(
         "cpu-offload-gb",
-        FlagKind.FLOAT,
         0.0,
         "Weights kept in host memory, in GiB per GPU, experts first; each GiB a step reads adds about 20 ms to it.",
         ("worker.cpu_offload_gib",),
@@ -162,52 +142,57 @@ CACHE = (
     ),
     Flag(
         "num-gpu-blocks-override",
-        FlagKind.INT,
         None,
         "Number of KV blocks, instead of what memory allows.",
         ("worker.num_gpu_blocks_override",),
         ge=1,
+        kind=FlagKind.INT,
     ),
-    Flag("use-v2-block-manager", FlagKind.BOOL, True, "Choose a block manager.", mapped="there is one block manager"),
-    Flag("cpu-kv-gib", FlagKind.FLOAT, None, "KV memory on CPU, in GiB; unset: by need.", ("worker.cpu_kv_gib",), ge=0),
+    Flag("use-v2-block-manager", True, "Choose a block manager.", mapped="there is one block manager"),
+    Flag(
+        "cpu-kv-gib",
+        None,
+        "KV memory on CPU, in GiB; unset: by need.",
+        ("worker.cpu_kv_gib",),
+        ge=0,
+        kind=FlagKind.FLOAT,
+    ),
     Flag(
         "kv-cache-memory-bytes",
-        FlagKind.SIZE,
         None,
         "KV memory of a worker in bytes, also on CPU, instead of what --gpu-memory-utilization leaves.",
         ("worker.kv_cache_memory_bytes",),
         ge=1,
+        kind=FlagKind.SIZE,
     ),
 )
 
 SCHEDULER = (
     Flag(
         "max-num-batched-tokens",
-        FlagKind.SIZE,
         None,
         "Most tokens per step; unset: 2048 on a GPU, 4096 if 2048 would give an expert of a mixture fewer than 256, "
         "8192 for a pooling model, 16384 for a narrow decoder; 512 on CPU, 2048 for an encoder; but at least twice "
         "--max-num-seqs.",
         ge=1,
+        kind=FlagKind.SIZE,
     ),
     Flag(
         "max-num-seqs",
-        FlagKind.INT,
         None,
         "Most sequences that run at a time; unset: 256 on CPU, on a GPU one for each 512 tokens that KV memory holds, "
         "256 to 1024.",
         ge=1,
+        kind=FlagKind.INT,
     ),
     Flag(
         "enable-chunked-prefill",
-        FlagKind.BOOL,
         True,
         "Compute prompts in chunks in the same steps as decodes, decodes first.",
         ("scheduler.enable_chunked_prefill",),
     ),
     Flag(
         "max-num-partial-prefills",
-        FlagKind.INT,
         1,
         "Prompts that may be partly computed at a time; above 1, long prompts leave tokens of a step to short ones.",
         ("scheduler.max_num_partial_prefills",),
@@ -215,7 +200,6 @@ SCHEDULER = (
     ),
     Flag(
         "max-long-partial-prefills",
-        FlagKind.INT,
         1,
         "Long prompts among --max-num-partial-prefills.",
         ("scheduler.max_long_partial_prefills",),
@@ -223,7 +207,6 @@ SCHEDULER = (
     ),
     Flag(
         "long-prefill-token-threshold",
-        FlagKind.INT,
         0,
         "A prompt with more tokens to compute counts as long; 0: 4 % of the context length.",
         ("scheduler.long_prefill_token_threshold",),
@@ -231,7 +214,6 @@ SCHEDULER = (
     ),
     Flag(
         "scheduler-delay-factor",
-        FlagKind.FLOAT,
         0.0,
         "Delay before the next prompt, in durations of the last step with a prompt, while sequences run.",
         ("scheduler.delay_factor",),
@@ -239,7 +221,6 @@ SCHEDULER = (
     ),
     Flag(
         "num-scheduler-steps",
-        FlagKind.INT,
         1,
         "Steps per scheduler call.",
         ge=1,
@@ -248,29 +229,26 @@ SCHEDULER = (
     ),
     Flag(
         "run-ahead",
-        FlagKind.INT,
         None,
         "Steps planned ahead of the running one; 0: synchronous; unset: enough for 2 ms of steps.",
         ge=0,
         le=63,
+        kind=FlagKind.INT,
     ),
     Flag(
         "run-ahead-penalties",
-        FlagKind.BOOL,
         True,
         "On a GPU, apply penalties, token lists and log-probabilities there; off: the host samples these, more slowly.",
         ("worker.run_ahead_penalties",),
     ),
     Flag(
         "multi-step-stream-outputs",
-        FlagKind.BOOL,
         True,
         "Stream each step's tokens.",
         mapped="each step's tokens are always sent at once",
     ),
     Flag(
         "num-lookahead-slots",
-        FlagKind.INT,
         0,
         "KV slots for tokens that are not sampled yet.",
         ge=0,
@@ -279,30 +257,25 @@ SCHEDULER = (
     ),
     Flag(
         "preemption-mode",
-        FlagKind.TEXT,
         "recompute",
         "KV of a preempted request is recomputed, or kept in host memory (--swap-space).",
         choices=("recompute", "swap"),
     ),
     Flag(
         "scheduling-policy",
-        FlagKind.TEXT,
         "fcfs",
         "Order of requests: by arrival, by `priority` (lower first), or fair between API keys and their `user`s.",
         ("scheduler.scheduling_policy",),
         choices=("fcfs", "priority", "fair"),
     ),
-    Flag(
+    switch(
         "disable-async-output-proc",
-        FlagKind.BOOL,
-        False,
         "Process outputs between steps.",
         mapped="the same as --run-ahead 0",
     ),
-    Flag("async-scheduling", FlagKind.BOOL, True, "Plan a step while earlier ones run.", mapped="off is --run-ahead 0"),
+    Flag("async-scheduling", True, "Plan a step while earlier ones run.", mapped="off is --run-ahead 0"),
     Flag(
         "max-queue-len",
-        FlagKind.INT,
         1024,
         "Most waiting sequences (a request has n; all texts of a call of a pooling model are one, and 65,536 texts may "
         "wait in all); more are a 429. An empty queue takes a request of any size.",
@@ -311,7 +284,6 @@ SCHEDULER = (
     ),
     Flag(
         "max-queue-tokens",
-        FlagKind.INT,
         2**22,
         "Most tokens of waiting sequences and texts (a prompt counts n times); more are a 429.",
         ("scheduler.max_queue_tokens",),
@@ -319,44 +291,43 @@ SCHEDULER = (
     ),
     Flag(
         "max-queue-delay",
-        FlagKind.FLOAT,
         None,
         "Seconds a request may wait for its first step: 429 if it would wait longer, 503 if it has.",
         ("scheduler.max_queue_delay_s",),
         ge=0.1,
+        kind=FlagKind.FLOAT,
     ),
     Flag(
         "max-num-queued-reqs",
-        FlagKind.INT,
         None,
         "Most requests of a gateway that wait or run (one with n choices counts n, one to a pooling model counts one); "
         "more are a 429.",
         ("gateway.max_num_queued_reqs",),
         ge=1,
+        kind=FlagKind.INT,
     ),
     Flag(
         "max-num-queued-tokens",
-        FlagKind.SIZE,
         None,
         "Prompt tokens of a gateway's requests without output yet, and of texts without a result, from which on a "
         "request is a 429.",
         ("gateway.max_num_queued_tokens",),
         ge=1,
+        kind=FlagKind.SIZE,
     ),
     Flag(
         "scheduler-reserve-full-isl",
-        FlagKind.BOOL,
         True,
         "A prompt starts when there are KV blocks for all of its tokens; off: for those of its first step.",
         ("scheduler.reserve_whole_prompts",),
     ),
     Flag(
         "watermark",
-        FlagKind.FLOAT,
         None,
         "Fraction of KV blocks that stay free when a sequence starts beside others; unset: 0.01.",
         ("scheduler.watermark",),
         ge=0,
         le=1,
+        kind=FlagKind.FLOAT,
     ),
 )

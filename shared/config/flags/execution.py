@@ -1,30 +1,28 @@
 """Flags of the execution of steps, and of the device."""
 
-from blockyard.shared.config.flags.flag import FOREIGN, Flag, FlagKind
+from blockyard.shared.config.flags.flag import FOREIGN, Flag, FlagKind, switch
 
 _GRAPHS = "decode steps of any length are in CUDA graphs; --enforce-eager turns them off"
 
 EXECUTION = (
-    Flag("enforce-eager", FlagKind.BOOL, False, "No CUDA graphs.", ("worker.enforce_eager",)),
-    Flag(
+    switch("enforce-eager", "No CUDA graphs.", ("worker.enforce_eager",)),
+    switch(
         "batch-invariant",
-        FlagKind.BOOL,
-        False,
         "A sequence's logits do not depend on the rest of its batch; slower.",
         ("worker.batch_invariant",),
     ),
     Flag(
         "expert-metrics",
-        FlagKind.BOOL,
         True,
         "Sample how often each expert of a mixture is chosen, for /metrics.",
         ("worker.expert_metrics",),
     ),
-    Flag("max-seq-len-to-capture", FlagKind.INT, None, "Longest sequence in CUDA graphs.", ge=1, mapped=_GRAPHS),
-    Flag("max-context-len-to-capture", FlagKind.INT, None, "Longest sequence in CUDA graphs.", ge=1, mapped=_GRAPHS),
+    Flag("max-seq-len-to-capture", None, "Longest sequence in CUDA graphs.", ge=1, mapped=_GRAPHS, kind=FlagKind.INT),
+    Flag(
+        "max-context-len-to-capture", None, "Longest sequence in CUDA graphs.", ge=1, mapped=_GRAPHS, kind=FlagKind.INT
+    ),
     Flag(
         "compilation-config",
-        FlagKind.TEXT,
         None,
         "Level 0 to 3, or a JSON object with `level`, `use_cudagraph`, `cudagraph_capture_sizes`.",
         short_names=("O", "cc"),
@@ -34,53 +32,47 @@ EXECUTION = (
     ),
     Flag(
         "optimization-level",
-        FlagKind.TEXT,
         None,
         "0 to 3 or O0 to O3: the level of --compilation-config.",
         choices=("0", "1", "2", "3", "O0", "O1", "O2", "O3"),
     ),
     Flag(
         "cudagraph-capture-sizes",
-        FlagKind.INTS,
         [],
         "Batch sizes captured in CUDA graphs; unset: those of --compilation-config, or a usual list.",
         ge=1,
+        kind=FlagKind.INTS,
     ),
     Flag(
         "max-cudagraph-capture-size",
-        FlagKind.INT,
         None,
         "Largest batch size captured in CUDA graphs; unset: --max-num-seqs.",
         ge=1,
+        kind=FlagKind.INT,
     ),
     Flag(
         "performance-mode",
-        FlagKind.TEXT,
         "balanced",
         "throughput: twice the usual --max-num-seqs and --max-num-batched-tokens, where they are not given; "
         "interactivity: a CUDA graph for each batch size up to 32.",
         choices=("balanced", "interactivity", "throughput"),
     ),
-    Flag(
+    switch(
         "enable-sleep-mode",
-        FlagKind.BOOL,
-        False,
         "Allow POST /sleep, which frees the memory of weights and KV until POST /wake_up.",
         ("scheduler.enable_sleep_mode",),
     ),
     Flag(
         "device",
-        FlagKind.TEXT,
         "auto",
         "Device of the model; auto: a GPU if there is one.",
         ("worker.device",),
         choices=("auto", "cuda", "cpu"),
         refused_values=dict.fromkeys(("neuron", "openvino", "tpu", "xpu", "hpu"), FOREIGN),
     ),
-    Flag("override-neuron-config", FlagKind.JSON, None, "Settings of Neuron devices.", refused=FOREIGN),
+    Flag("override-neuron-config", None, "Settings of Neuron devices.", refused=FOREIGN, kind=FlagKind.JSON),
     Flag(
         "kernel-cache",
-        FlagKind.TEXT,
         None,
         "Folder of compiled GPU kernels and measured layer plans, written by `blockyard tune` and by every start;"
         " unset: ~/.triton and ~/.cache/blockyard.",
@@ -88,7 +80,6 @@ EXECUTION = (
     ),
     Flag(
         "cpu-threads",
-        FlagKind.INT,
         0,
         "Compute threads on CPU; 0: cores minus one, of encoders all cores.",
         ("worker.threads",),

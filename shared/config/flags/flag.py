@@ -3,6 +3,7 @@
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 class FlagKind(enum.StrEnum):
@@ -18,6 +19,9 @@ class FlagKind(enum.StrEnum):
     INTS = "list of integers"
 
 
+_KINDS = {bool: FlagKind.BOOL, int: FlagKind.INT, float: FlagKind.FLOAT, list: FlagKind.LIST}  # by type of a default
+
+
 @dataclass(frozen=True, slots=True)
 class Flag:
     """One flag: its command line name, YAML key, environment variable and row in FLAGS.md.
@@ -27,7 +31,6 @@ class Flag:
     """
 
     name: str  # with dashes, without the leading two
-    kind: FlagKind
     default: object  # None: unset
     help: str
     to: tuple[str, ...] = ()
@@ -44,6 +47,11 @@ class Flag:
     refused: str = ""  # reason why values besides the default and harmless ones are errors
     refused_values: Mapping[str, str] = field(default_factory=dict)  # known values -> reason why each is an error
     harmless: tuple[object, ...] = ()  # values besides the default that a refused flag may have
+    kind: FlagKind = FlagKind.TEXT  # left out: that of the default
+
+    def __post_init__(self) -> None:
+        if self.kind is FlagKind.TEXT:
+            object.__setattr__(self, "kind", _KINDS.get(type(self.default), FlagKind.TEXT))
 
     @property
     def status(self) -> str:
@@ -60,6 +68,11 @@ class Flag:
         if self.refused and value != self.default and value not in self.harmless:
             return self.refused
         return ""
+
+
+def switch(name: str, help: str, to: tuple[str, ...] = (), **fields: Any) -> Flag:
+    """Returns a switch that is off by default. fields: the others of `Flag`."""
+    return Flag(name, False, help, to, **fields)
 
 
 def variable(name: str) -> str:

@@ -1,23 +1,21 @@
 """Flags of the model, its loading and its tokenizer."""
 
-from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
+from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built, switch
 
 _REMOTE_CODE = "no code from model folders is ever run; the supported families are built in"
 
 MODEL = (
-    Flag("model", FlagKind.TEXT, "facebook/opt-125m", "Model folder, hub name, or `demo` for the shipped model."),
+    Flag("model", "facebook/opt-125m", "Model folder, hub name, or `demo` for the shipped model."),
     Flag(
         "task",
-        FlagKind.TEXT,
         "auto",
         "Task of the model; auto: what its architecture and folder are for. One a launch.",
         choices=("auto", "generate", "embedding", "embed", "classify", "score", "reward"),
     ),
-    Flag("revision", FlagKind.TEXT, None, "Branch, tag or commit of the model."),
-    Flag("code-revision", FlagKind.TEXT, None, "Branch, tag or commit of the model's code.", mapped=_REMOTE_CODE),
+    Flag("revision", None, "Branch, tag or commit of the model."),
+    Flag("code-revision", None, "Branch, tag or commit of the model's code.", mapped=_REMOTE_CODE),
     Flag(
         "config-format",
-        FlagKind.TEXT,
         "auto",
         "Format of the model's configuration.",
         choices=("auto", "hf"),
@@ -25,29 +23,27 @@ MODEL = (
     ),
     Flag(
         "max-model-len",
-        FlagKind.SIZE,
         None,
         "Context length in tokens, prompt plus output; unset: the model's; auto or -1: limited to what memory holds.",
         ge=1,
         named_values={"auto": "auto", "-1": "auto"},
+        kind=FlagKind.SIZE,
     ),
     Flag(
         "rope-scaling",
-        FlagKind.JSON,
         None,
         'RoPE scaling, e.g. {"rope_type": "dynamic", "factor": 2.0}; where layers differ, of full attention.',
+        kind=FlagKind.JSON,
     ),
-    Flag("rope-theta", FlagKind.FLOAT, None, "RoPE base; where layers differ, of full attention."),
+    Flag("rope-theta", None, "RoPE base; where layers differ, of full attention.", kind=FlagKind.FLOAT),
     Flag(
         "hf-config-path",
-        FlagKind.TEXT,
         None,
         "Folder or hub name with the config.json to use in place of the model's.",
     ),
-    Flag("hf-overrides", FlagKind.JSON, None, "Values that override the model's config.json."),
+    Flag("hf-overrides", None, "Values that override the model's config.json.", kind=FlagKind.JSON),
     Flag(
         "model-impl",
-        FlagKind.TEXT,
         "auto",
         "Implementation of the model: transformers runs its class over our attention, linear layers and experts, if a "
         "trial at start shows that the class sees each token of a batch alone; auto does so only for an architecture "
@@ -58,24 +54,22 @@ MODEL = (
     ),
     Flag(
         "generation-config",
-        FlagKind.TEXT,
         None,
         "Source of sampling defaults: auto (the model's generation_config.json), a folder, or vllm: neither, "
         "which is also the default.",
     ),
-    Flag("override-generation-config", FlagKind.JSON, None, 'Sampling defaults, e.g. {"temperature": 0.7}.'),
+    Flag("override-generation-config", None, 'Sampling defaults, e.g. {"temperature": 0.7}.', kind=FlagKind.JSON),
     Flag(
         "override-pooler-config",
-        FlagKind.JSON,
         None,
         "How a pooling model pools, before what its folder says: pooling_type (CLS, LAST, MEAN, ALL, STEP), "
         "normalize, softmax, step_tag_id, returned_token_ids.",
         other_names=("pooler-config",),
+        kind=FlagKind.JSON,
     ),
-    Flag("disable-sliding-window", FlagKind.BOOL, False, "Full attention, with the context capped to the window."),
+    switch("disable-sliding-window", "Full attention, with the context capped to the window."),
     Flag(
         "max-logprobs",
-        FlagKind.INT,
         20,
         "Most log-probabilities per position that a request may ask for; -1: the whole vocabulary.",
         ("scheduler.model.max_logprobs",),
@@ -83,7 +77,6 @@ MODEL = (
     ),
     Flag(
         "logprobs-mode",
-        FlagKind.TEXT,
         "raw_logprobs",
         "What log-probabilities of output tokens are: raw_: before penalties, masks and temperature, processed_: after "
         "them, top_k, top_p and min_p; _logits: logits in their place. Others than raw_logprobs are slower on a GPU.",
@@ -92,7 +85,6 @@ MODEL = (
     ),
     Flag(
         "seed",
-        FlagKind.INT,
         0,
         "Seed of dummy weights and of the offline LLM; requests have their own.",
         ("worker.seed",),
@@ -102,10 +94,9 @@ MODEL = (
 )
 
 LOADING = (
-    Flag("download-dir", FlagKind.TEXT, None, "Download folder for hub models; unset: the hub's cache."),
+    Flag("download-dir", None, "Download folder for hub models; unset: the hub's cache."),
     Flag(
         "hf-token",
-        FlagKind.TEXT,
         None,
         "Token for the hub; without a value that of `hf auth login`. A command line is visible to "
         "others: prefer the environment.",
@@ -113,7 +104,6 @@ LOADING = (
     ),
     Flag(
         "load-format",
-        FlagKind.TEXT,
         "auto",
         "Weight files; auto: safetensors, else pt; dummy: random weights, experts are chosen evenly; dummy-skewed: a "
         "tenth of the experts get half of the tokens; bitsandbytes, gguf: as --quantization.",
@@ -129,7 +119,6 @@ LOADING = (
     ),
     Flag(
         "safetensors-load-strategy",
-        FlagKind.TEXT,
         "lazy",
         "How weight files are read. lazy: each weight when it is copied; eager: all files into the page cache first; "
         "prefetch: into the page cache while weights are copied.",
@@ -139,7 +128,6 @@ LOADING = (
     ),
     Flag(
         "safetensors-prefetch-num-threads",
-        FlagKind.INT,
         8,
         "Threads that read files into the page cache.",
         ("worker.prefetch_threads",),
@@ -148,44 +136,41 @@ LOADING = (
     ),
     Flag(
         "safetensors-prefetch-block-size",
-        FlagKind.SIZE,
         16 * 2**20,
         "Bytes that such a thread reads at a time.",
         ("worker.prefetch_block_bytes",),
         ge=4096,
+        kind=FlagKind.SIZE,
     ),
     Flag(
         "use-tqdm-on-load",
-        FlagKind.BOOL,
         True,
         "`serve` on a terminal: show progress bars while it starts; off: lines.",
     ),
     Flag(
         "model-loader-extra-config",
-        FlagKind.JSON,
         None,
         "Settings of a weight loader.",
         refused=not_built("weight loaders with settings of their own"),
         harmless=({},),
+        kind=FlagKind.JSON,
     ),
     Flag(
         "ignore-patterns",
-        FlagKind.LIST,
         ["original/**/*"],
         "File patterns that are neither downloaded nor loaded.",
         ("worker.ignore_patterns",),
     ),
     Flag(
         "max-parallel-loading-workers",
-        FlagKind.INT,
         None,
         "Ranks of --tensor-parallel-size that load weights at a time, of all workers of a host; unset: all.",
         ("worker.max_parallel_loading",),
         ge=1,
+        kind=FlagKind.INT,
     ),
     Flag(
         "dtype",
-        FlagKind.TEXT,
         "auto",
         "Type of weights and activations; auto: float32 on CPU, the model's 16-bit type on a GPU.",
         ("worker.dtype",),
@@ -193,7 +178,6 @@ LOADING = (
     ),
     Flag(
         "kv-cache-dtype",
-        FlagKind.TEXT,
         "auto",
         "Type of the KV cache; auto: the model's; fp8 is fp8_e4m3. 8 bits need a GPU.",
         ("worker.kv_cache_dtype",),
@@ -201,25 +185,21 @@ LOADING = (
     ),
     Flag(
         "quantization-param-path",
-        FlagKind.TEXT,
         None,
         "JSON file of KV scales; unset: the checkpoint's, or 1.",
         ("worker.kv_scales_path",),
     ),
-    Flag(
+    switch(
         "calculate-kv-scales",
-        FlagKind.BOOL,
-        False,
         "Compute KV scales from the first prompt of a request that has more than one token.",
         ("worker.calculate_kv_scales",),
     ),
 )
 
 TOKENIZER = (
-    Flag("tokenizer", FlagKind.TEXT, None, "Tokenizer folder or hub name; unset: --model."),
+    Flag("tokenizer", None, "Tokenizer folder or hub name; unset: --model."),
     Flag(
         "tokenizer-mode",
-        FlagKind.TEXT,
         "auto",
         "Kind of tokenizer.",
         choices=("auto",),
@@ -228,18 +208,15 @@ TOKENIZER = (
             "mistral": not_built("Mistral's tekken files; use a folder with tokenizer.json"),
         },
     ),
-    Flag("tokenizer-revision", FlagKind.TEXT, None, "Branch, tag or commit of the tokenizer; unset: --revision."),
-    Flag(
+    Flag("tokenizer-revision", None, "Branch, tag or commit of the tokenizer; unset: --revision."),
+    switch(
         "skip-tokenizer-init",
-        FlagKind.BOOL,
-        False,
         "Token ids in, token ids out.",
         refused=not_built("serving without a tokenizer; prompts may be given as token ids all the same"),
     ),
-    Flag("tokenizers", FlagKind.INT, 1, "Tokenizer processes.", ge=1, le=256),
+    Flag("tokenizers", 1, "Tokenizer processes.", ge=1, le=256),
     Flag(
         "renderer-num-workers",
-        FlagKind.INT,
         1,
         "Threads that render and tokenize prompts.",
         ge=1,
@@ -248,16 +225,15 @@ TOKENIZER = (
     ),
     Flag(
         "tokenizer-pool-size",
-        FlagKind.INT,
         None,
         "Tokenizer processes.",
         ge=0,
         le=256,
         mapped="the same as --tokenizers, where 0 means 1",
+        kind=FlagKind.INT,
     ),
     Flag(
         "tokenizer-pool-type",
-        FlagKind.TEXT,
         None,
         "Kind of tokenizer pool.",
         choices=("ray",),
@@ -265,10 +241,10 @@ TOKENIZER = (
     ),
     Flag(
         "tokenizer-pool-extra-config",
-        FlagKind.JSON,
         None,
         "Settings of the tokenizer pool.",
         refused="the pool has no settings besides --tokenizers",
         harmless=({},),
+        kind=FlagKind.JSON,
     ),
 )

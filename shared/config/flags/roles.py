@@ -37,7 +37,6 @@ _DECLARED = {
 ROLES = (
     Flag(
         "prefill-workers",
-        FlagKind.INT,
         0,
         "`serve`: workers that compute prompts and hand their KV blocks to decode workers. With these or "
         "--decode-workers, --data-parallel-size adds workers of both roles only if it is given.",
@@ -46,7 +45,6 @@ ROLES = (
     ),
     Flag(
         "decode-workers",
-        FlagKind.INT,
         0,
         "`serve`: workers that continue prompts which prefill workers have computed.",
         ge=0,
@@ -54,23 +52,21 @@ ROLES = (
     ),
     Flag(
         "role",
-        FlagKind.TEXT,
         None,
         "`run gpu-worker`: what this worker is preferred for; without live workers of a role the others do its work.",
         choices=("prefill", "decode", "both"),
     ),
     Flag(
         "kv-transfer-config",
-        FlagKind.JSON,
         None,
         "Transfers of KV blocks between workers: `kv_role` (kv_producer: prefill, kv_consumer: decode, kv_both), "
         "`kv_connector` (auto, cuda_ipc, shm, tcp, nixl), `kv_ip`, `kv_port`, `kv_load_failure_policy` and, in "
         "`kv_connector_extra_config`, `backends`, `kv_lease_duration`, `encrypt`, `checksum`. Also one key at a time: "
         "--kv-transfer-config.kv_role kv_both.",
+        kind=FlagKind.JSON,
     ),
     Flag(
         "decode-prefill-tokens",
-        FlagKind.INT,
         128,
         "A decode worker computes the rest of a prompt itself if no more tokens than this are missing; 0: none.",
         ("scheduler.decode_prefill_tokens",),
@@ -78,7 +74,6 @@ ROLES = (
     ),
     Flag(
         "pd-faults",
-        FlagKind.TEXT,
         None,
         "For tests: faults of a worker's KV transfers, as drop=0.01,delay=50ms,flip=0.001.",
     ),

@@ -1,42 +1,37 @@
 """Flags of the HTTP server."""
 
-from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
+from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built, switch
 
 SERVER = (
     Flag(
         "host",
-        FlagKind.TEXT,
         None,
         "Host name or address that the API server binds; unset: all addresses.",
         ("gateway.host",),
     ),
     Flag(
         "uds",
-        FlagKind.TEXT,
         None,
         "Path of a Unix socket for the API server, instead of --host and --port.",
         ("gateway.uds",),
     ),
-    Flag("port", FlagKind.INT, 8000, "TCP port of the API server.", ("gateway.port",), ge=1, le=65535),
+    Flag("port", 8000, "TCP port of the API server.", ("gateway.port",), ge=1, le=65535),
     Flag(
         "uvicorn-log-level",
-        FlagKind.TEXT,
         None,
         "Log level of the HTTP server; unset: --log-level.",
         choices=("debug", "info", "warning", "error", "critical", "trace"),
         mapped="sets the log level of the gateway processes",
     ),
-    Flag("disable-uvicorn-access-log", FlagKind.BOOL, False, "Log no line at the end of each HTTP request."),
+    switch("disable-uvicorn-access-log", "Log no line at the end of each HTTP request."),
     Flag(
         "disable-access-log-for-endpoints",
-        FlagKind.TEXT,
         None,
         "Paths whose requests have no line in the log, separated by commas, such as /tokenize,/ping.",
     ),
-    Flag("root-path", FlagKind.TEXT, None, "Path prefix behind a path-based routing proxy.", ("gateway.root_path",)),
+    Flag("root-path", None, "Path prefix behind a path-based routing proxy.", ("gateway.root_path",)),
     Flag(
         "sse-keep-alive-interval",
-        FlagKind.FLOAT,
         15.0,
         "Seconds without output after which a stream sends a line that clients ignore; 0: never.",
         ("gateway.keepalive_s",),
@@ -44,7 +39,6 @@ SERVER = (
     ),
     Flag(
         "stream-interval",
-        FlagKind.INT,
         1,
         "Tokens of an event of a streamed answer. The first token and the end are sent at once.",
         ("gateway.stream_interval",),
@@ -52,7 +46,6 @@ SERVER = (
     ),
     Flag(
         "h11-max-header-count",
-        FlagKind.INT,
         128,
         "Most headers of an HTTP request; one with more is a 400.",
         ("gateway.max_headers",),
@@ -61,7 +54,6 @@ SERVER = (
     ),
     Flag(
         "h11-max-incomplete-event-size",
-        FlagKind.INT,
         8190,
         "Longest request line and header, in bytes; a longer one is a 400.",
         ("gateway.max_header_bytes",),
@@ -70,17 +62,15 @@ SERVER = (
     ),
     Flag(
         "middleware",
-        FlagKind.LIST,
         [],
         "Importable name of middleware around every route, before keys and CORS: an ASGI class, an async function "
         "(request, call_next) if the package starlette is installed, or an aiohttp middleware. Repeated: the first is "
         "the outermost.",
         ("gateway.middleware",),
     ),
-    Flag("chat-template", FlagKind.TEXT, None, "Chat template: a file, or the template itself."),
+    Flag("chat-template", None, "Chat template: a file, or the template itself."),
     Flag(
         "fim-template",
-        FlagKind.TEXT,
         None,
         "Prompt of a completion with `suffix`: {prefix} and {suffix} between the model's markers. Unset: those of the "
         "family whose markers the tokenizer has.",
@@ -88,7 +78,6 @@ SERVER = (
     ),
     Flag(
         "chat-template-content-format",
-        FlagKind.TEXT,
         "auto",
         "Form of a message's content in chat templates: string, openai (a list of parts), auto: detected.",
         ("tokenizer.chat_template_content_format",),
@@ -96,110 +85,87 @@ SERVER = (
     ),
     Flag(
         "default-chat-template-kwargs",
-        FlagKind.JSON,
         {},
         "Variables of chat templates for requests that do not set them in `chat_template_kwargs`, e.g. "
         '{"enable_thinking": false}.',
+        kind=FlagKind.JSON,
     ),
-    Flag(
+    switch(
         "trust-request-chat-template",
-        FlagKind.BOOL,
-        False,
         "Use the `chat_template` of requests; off: such a request is a 400.",
         ("tokenizer.trust_request_chat_template",),
     ),
     Flag(
         "response-role",
-        FlagKind.TEXT,
         "assistant",
         "Role in answers of the chat endpoint.",
         ("scheduler.model.response_role",),
     ),
-    Flag("served-model-name", FlagKind.LIST, [], "Model names in the API, the first is echoed; unset: --model."),
+    Flag("served-model-name", [], "Model names in the API, the first is echoed; unset: --model."),
     Flag(
         "fingerprint-mode",
-        FlagKind.TEXT,
         "full",
         "The `system_fingerprint` of answers: full: the version, the number of GPUs of a model if it is more than one, "
         "and a hash of the flags that may change answers; hash: without that number; custom: --fingerprint-value; "
         "none: no fingerprint.",
         choices=("full", "hash", "custom", "none"),
     ),
-    Flag("fingerprint-value", FlagKind.TEXT, None, "The `system_fingerprint` of --fingerprint-mode custom."),
-    Flag(
+    Flag("fingerprint-value", None, "The `system_fingerprint` of --fingerprint-mode custom."),
+    switch(
         "enable-scale-out",
-        FlagKind.BOOL,
-        False,
         "Serve /inference/v1/generate, token ids in and out, and what it takes: /v1/completions/render, "
         "/v1/chat/completions/render and /v1/responses/render.",
         ("gateway.scale_out",),
     ),
-    Flag(
+    switch(
         "enable-tokenizer-info-endpoint",
-        FlagKind.BOOL,
-        False,
         "Serve /tokenizer_info: the tokenizer's settings and its chat template.",
         ("gateway.tokenizer_info",),
     ),
-    Flag(
+    switch(
         "return-tokens-as-token-ids",
-        FlagKind.BOOL,
-        False,
         "Show the tokens of log-probabilities as token_id:N.",
         ("gateway.return_tokens_as_token_ids",),
     ),
-    Flag(
+    switch(
         "disable-frontend-multiprocessing",
-        FlagKind.BOOL,
-        False,
         "Run the API server in the engine's process.",
         mapped="the same as --api-gateways 1: services are processes of their own, and one gateway is the least",
     ),
-    Flag(
+    switch(
         "enable-request-id-headers",
-        FlagKind.BOOL,
-        False,
         "Add X-Request-Id to every answer.",
         ("gateway.enable_request_id_headers",),
     ),
-    Flag(
+    switch(
         "disable-fastapi-docs",
-        FlagKind.BOOL,
-        False,
         "Turn off /openapi.json, /docs and /redoc.",
         ("!gateway.serve_docs",),
     ),
-    Flag(
+    switch(
         "strict-fields",
-        FlagKind.BOOL,
-        False,
         "Reject requests with unknown fields with a 400; by default a header names the ignored fields.",
         ("gateway.strict_fields",),
     ),
-    Flag(
+    switch(
         "enable-force-include-usage",
-        FlagKind.BOOL,
-        False,
         "Include usage in every streamed answer, also without `stream_options`.",
         ("gateway.force_include_usage",),
     ),
-    Flag(
+    switch(
         "enable-prompt-tokens-details",
-        FlagKind.BOOL,
-        False,
         "Include prompt_tokens_details in usage.",
         ("gateway.enable_prompt_tokens_details",),
     ),
 )
 
 SECURITY = (
-    Flag("allow-credentials", FlagKind.BOOL, False, "CORS: allow credentials.", ("gateway.cors.allow_credentials",)),
-    Flag("allowed-origins", FlagKind.LIST, ["*"], "CORS: allowed origins.", ("gateway.cors.allowed_origins",)),
-    Flag("allowed-methods", FlagKind.LIST, ["*"], "CORS: allowed methods.", ("gateway.cors.allowed_methods",)),
-    Flag("allowed-headers", FlagKind.LIST, ["*"], "CORS: allowed headers.", ("gateway.cors.allowed_headers",)),
+    switch("allow-credentials", "CORS: allow credentials.", ("gateway.cors.allow_credentials",)),
+    Flag("allowed-origins", ["*"], "CORS: allowed origins.", ("gateway.cors.allowed_origins",)),
+    Flag("allowed-methods", ["*"], "CORS: allowed methods.", ("gateway.cors.allowed_methods",)),
+    Flag("allowed-headers", ["*"], "CORS: allowed headers.", ("gateway.cors.allowed_headers",)),
     Flag(
         "api-key",
-        FlagKind.LIST,
         [],
         "API keys: a client must send one of them. Other users of the machine can read a command line: "
         "BLOCKYARD_API_KEY or --api-key-file are safer.",
@@ -207,14 +173,12 @@ SECURITY = (
     ),
     Flag(
         "api-key-file",
-        FlagKind.TEXT,
         None,
         "File with API keys, one on each line, as KEY or NAME KEY. The name is the client's tenant in metrics and "
         "the fair policy; without one the tenant is key-N by its place. SIGHUP reads the file again.",
     ),
     Flag(
         "admin-key",
-        FlagKind.LIST,
         [],
         "Keys of operators, needed to pause, sleep, wake up or reset the prefix cache; safer in "
         "BLOCKYARD_ADMIN_KEY or --admin-key-file. Without one an API key is needed, and without any key only this "
@@ -223,49 +187,40 @@ SECURITY = (
     ),
     Flag(
         "admin-key-file",
-        FlagKind.TEXT,
         None,
         "File with admin keys, as --api-key-file.",
     ),
     Flag(
         "ssl-keyfile",
-        FlagKind.TEXT,
         None,
         "TLS private key file; unset: the key is in --ssl-certfile.",
         ("gateway.tls.keyfile",),
     ),
     Flag(
         "ssl-certfile",
-        FlagKind.TEXT,
         None,
         "TLS certificate file; it may hold the private key too.",
         ("gateway.tls.certfile",),
     ),
-    Flag("ssl-ca-certs", FlagKind.TEXT, None, "File of CA certificates for checking client certificates."),
-    Flag("ssl-cert-reqs", FlagKind.INT, 0, "Client certificates: 0 none, 1 optional, 2 required.", ge=0, le=2),
-    Flag(
+    Flag("ssl-ca-certs", None, "File of CA certificates for checking client certificates."),
+    Flag("ssl-cert-reqs", 0, "Client certificates: 0 none, 1 optional, 2 required.", ge=0, le=2),
+    switch(
         "enable-ssl-refresh",
-        FlagKind.BOOL,
-        False,
         "Read the TLS files again when they change. New connections have the new certificate.",
     ),
     Flag(
         "ssl-ciphers",
-        FlagKind.TEXT,
         None,
         "Ciphers of TLS 1.2 and older, in the words of OpenSSL; unset: Python's choice.",
     ),
     Flag(
         "allowed-local-media-path",
-        FlagKind.TEXT,
         None,
         "Folder from which requests may read images.",
         refused=not_built("image and video input"),
     ),
-    Flag(
+    switch(
         "trust-remote-code",
-        FlagKind.BOOL,
-        False,
         "Run code that comes with a model.",
         mapped="no code from model folders is ever run; the supported families are built in",
     ),

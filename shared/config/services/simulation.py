@@ -115,5 +115,4 @@ class SimulationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     @property
     def fleet(self) -> list[SimulatedRole]:
-        """All workers."""
         return self.roles or [SimulatedRole(num_workers=self.num_workers)]

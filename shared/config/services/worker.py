@@ -172,7 +172,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     @property
     def stages_within_hosts(self) -> bool:
-        """Whether the ranks of each stage are on one host."""
         return len(self.host_ranks) % self.tensor_parallel_size == 0
 
     def describe_ranks(self) -> str:

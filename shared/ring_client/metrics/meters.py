@@ -80,7 +80,6 @@ class Meters:
         self.ended[finish] += num_choices
 
     def choice_ended(self, entry: JournalEntry, choice: ChoiceLog, finish: FinishReason, now: float) -> None:
-        """Counts a choice that has all its tokens."""
         self.ended[finish] += 1
         hides, first_s = entry.hides_output, choice.first_s or now
         num_tokens = 0 if hides else len(choice.output_ids)

@@ -1,17 +1,18 @@
-"""vLLM's fields for parts of the engine: logits processors, the connector of KV transfers, the end at repetitions."""
+"""vLLM's fields for parts of the engine: logits processors, KV transfers, ends at repetitions and of reasoning."""
 
 from typing import Any
 
 import msgspec
 
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import RepetitionDetection
+from blockyard.shared.messages import RepetitionDetection, ToolDefaults
 from blockyard.shared.ring_client.request_fields import limits
 
 MAX_OBJECT_BYTES = 64 * 1024  # of JSON that is passed on
 MAX_PATTERN = 1024  # tokens; each one costs time at each token of the answer
 MAX_REPEATED = 65_536  # tokens of all copies of a pattern
 MAX_LOGPROB_IDS = 128
+THINKING_BUDGET = "thinking_token_budget"  # the field
 
 Scalar = str | int | float
 
@@ -85,3 +86,16 @@ def _encoded(value: dict[str, Any], field: str) -> bytes:
     if len(data) > MAX_OBJECT_BYTES:
         raise RequestError(f"{field} is longer than {MAX_OBJECT_BYTES} bytes", field)
     return data
+
+
+def read_thinking_budget(value: int | None, defaults: ToolDefaults) -> int | None:
+    """Most tokens of reasoning; None: no limit. -1 is no limit, too, as in vLLM. Raises RequestError."""
+    if value is None or value == -1:
+        return None
+    budget = min(limits.integer(THINKING_BUDGET, value, 0, 0), limits.MOST_TOKENS)
+    if not defaults.reasoning_end:
+        raise RequestError(
+            f"{THINKING_BUDGET} needs a server with --reasoning-parser, which knows where reasoning ends",
+            THINKING_BUDGET,
+        )
+    return budget

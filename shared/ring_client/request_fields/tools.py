@@ -31,8 +31,6 @@ class ToolMode(enum.StrEnum):
 
 
 class ToolUse(msgspec.Struct, frozen=True):
-    """The tools of one request."""
-
     mode: ToolMode
     tools: list[Tool]  # that the answer may call; not empty, unless the mode is NONE
     template_tools: bytes  # JSON list of all tools, as chat templates show them; empty: the template shows none

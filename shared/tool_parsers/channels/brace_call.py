@@ -76,5 +76,4 @@ def _may_be_name(text: str) -> bool:
 
 
 def json_of_word(word: str) -> str | None:
-    """The JSON of a number or a word."""
     return _WORDS.get(word) or json_number(word)

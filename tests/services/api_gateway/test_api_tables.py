@@ -14,7 +14,7 @@ README = Path(__file__).parents[3] / "services/api_gateway/README.md"
 
 def test_the_tables_of_the_readme_are_current() -> None:
     document = README.read_text("utf-8")
-    assert api_tables.with_tables(document) == document, "run `blockyard api --write services/api_gateway/README.md`"
+    assert api_tables.TABLES.written_in(document) == document, f"run `{api_tables.TABLES.written_by}`"
 
 
 async def test_every_route_has_a_row_that_says_more_than_its_path(rig) -> None:
@@ -42,4 +42,4 @@ def test_fields_are_marked_by_what_happens_to_them() -> None:
 
 def test_a_document_without_the_markers_is_refused() -> None:
     with pytest.raises(ConfigError, match="no lines"):
-        api_tables.with_tables("# README")
+        api_tables.TABLES.written_in("# README")

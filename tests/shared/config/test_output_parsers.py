@@ -8,7 +8,7 @@ import pytest
 from blockyard.services.launcher.models.model_files import demo_folder
 from blockyard.shared.config import parsed_flags, resolve
 from blockyard.shared.config.checkpoint import Checkpoint
-from blockyard.shared.config.parser_documents import markdown, with_tables
+from blockyard.shared.config.parser_documents import TABLES
 from blockyard.shared.config.resolve import Deployment
 from blockyard.shared.config.services.gateway import ParserPlugins
 from blockyard.shared.config.services.process import BusConfig
@@ -162,5 +162,5 @@ def test_formats_of_a_plugin_are_values_of_the_flags(tmp_path: Path, monkeypatch
 
 def test_the_tables_of_formats_are_current() -> None:
     document = FAMILIES.read_text("utf-8")
-    assert with_tables(document) == document, "run `blockyard parsers --write shared/tool_parsers/FAMILIES.md`"
-    assert all(f"`{one.name}`" in markdown() for one in FORMATS)
+    assert TABLES.written_in(document) == document, "run `blockyard parsers --write shared/tool_parsers/FAMILIES.md`"
+    assert all(f"`{one.name}`" in TABLES.markdown() for one in FORMATS)

@@ -88,37 +88,31 @@ def test_a_token_is_allowed_if_the_text_with_it_is_a_start_of_a_valid_one(
 
 @pytest.mark.parametrize("engine", ALL)
 def test_a_sequence_that_ended_takes_end_of_sequence_ids_alone(engines: Engines, engine: GrammarEngine) -> None:
-    matcher = engines.compile(grammar(GrammarKind.REGEX, "ab?", engine)).matcher()
+    compiled = engines.compile(grammar(GrammarKind.REGEX, "ab?", engine))
+    matcher = compiled.matcher()
     tokenizer = Tokenizer.from_str(VOCABULARY.tokenizer_json)
     a, b = (tokenizer.token_to_id(c) for c in "ab")
     assert matcher.accept([EOS[0]]) == 0 and not matcher.is_complete()
     assert matcher.accept([a, EOS[1], b]) == 2
     assert matcher.is_complete() and mask(matcher) == set(EOS) and matcher.forced() == []
     assert matcher.accept([EOS[0]]) == 1
-    matcher.roll_back(2)
-    assert mask(matcher) == {*EOS, b}
+    matcher = compiled.matcher()
+    assert matcher.accept([a]) == 1 and mask(matcher) == {*EOS, b}
     assert matcher.accept([b]) == 1 and mask(matcher) == set(EOS)  # nothing else may follow
     assert matcher.accept([b]) == 0 and mask(matcher) == set(EOS)
-    matcher.roll_back(2)
+    matcher = compiled.matcher()
     assert not matcher.is_complete() and matcher.accept([b]) == 0 and matcher.accept([a, b]) == 2
-    with pytest.raises((MatcherError, RuntimeError)):
-        matcher.roll_back(3)
 
 
 @pytest.mark.parametrize("engine", ALL)
-def test_copies_go_on_independently(engines: Engines, tokenizer: Tokenizer, engine: GrammarEngine) -> None:
-    matcher = engines.compile(grammar(GrammarKind.REGEX, "x(ab|cd)+y", engine)).matcher()
+def test_matchers_go_on_independently(engines: Engines, tokenizer: Tokenizer, engine: GrammarEngine) -> None:
+    compiled = engines.compile(grammar(GrammarKind.REGEX, "x(ab|cd)+y", engine))
     x, a, b, c, d, y = (tokenizer.token_to_id(t) for t in "xabcdy")
+    matcher, other = compiled.matcher(), compiled.matcher()
     assert matcher.accept([x, a]) == 2
-    other = matcher.copy()
     before = mask(matcher)
-    assert other.accept([b, c]) == 2 and mask(matcher) == before
-    other.roll_back(3)
-    assert other.accept([c, d, y]) == 3 and other.is_complete()
+    assert other.accept([x, c, d, y]) == 4 and other.is_complete() and mask(matcher) == before
     assert matcher.accept([c]) == 0 and matcher.accept([b, y, EOS[0]]) == 3
-    third = matcher.copy()
-    third.roll_back(2)
-    assert third.accept([c]) == 1 and mask(matcher) == set(EOS)
 
 
 @pytest.mark.parametrize("engine", ALL)
@@ -177,15 +171,15 @@ VALUE = {"name": "né 🎉", "kind": "b", "tags": [{"id": -17}]}
 
 @pytest.mark.parametrize("engine", ALL)
 def test_valid_values_are_let_through(engines: Engines, tokenizer: Tokenizer, engine: GrammarEngine) -> None:
-    matcher = engines.compile(grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA), engine)).matcher()
+    compiled = engines.compile(grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA), engine))
+    matcher = compiled.matcher()
     value = VALUE if engine != ENFORCER else {**VALUE, "name": "plain"}
     ids = tokenizer.encode(json.dumps(value, ensure_ascii=False), add_special_tokens=False).ids
     for token in ids:
         assert token in mask(matcher)
         assert matcher.accept([token]) == 1
     assert matcher.is_complete() and matcher.accept([EOS[0]]) == 1
-    matcher.roll_back(len(ids) + 1)
-    assert matcher.accept(ids) == len(ids)
+    assert compiled.matcher().accept(ids) == len(ids)
 
 
 def test_properties_that_a_schema_does_not_name(engines: Engines, tokenizer: Tokenizer) -> None:
@@ -210,12 +204,12 @@ def test_forced_tokens(engines: Engines, tokenizer: Tokenizer) -> None:
 def test_the_whitespace_pattern_is_honoured_or_refused(engines: Engines, tokenizer: Tokenizer) -> None:
     schema = json.dumps({"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]})
     for engine in (GUIDANCE, OUTLINES):
-        matcher = engines.compile(grammar(GrammarKind.JSON_SCHEMA, schema, engine, whitespace_pattern="[_]?")).matcher()
+        compiled = engines.compile(grammar(GrammarKind.JSON_SCHEMA, schema, engine, whitespace_pattern="[_]?"))
+        matcher = compiled.matcher()
         odd = tokenizer.encode('{_"a":null}', add_special_tokens=False).ids
         assert matcher.accept(odd) == len(odd) and matcher.is_complete(), engine
         spaced = tokenizer.encode('{ "a":null}', add_special_tokens=False).ids
-        matcher.roll_back(len(odd))
-        assert matcher.accept(spaced) < len(spaced)
+        assert compiled.matcher().accept(spaced) < len(spaced)
     for engine in (XG, ENFORCER):
         with pytest.raises(UnsupportedGrammar, match=f"{engine.value} does not support whitespace_pattern"):
             engines.compile(grammar(GrammarKind.JSON_SCHEMA, schema, engine, whitespace_pattern="[_]?"))
@@ -483,4 +477,4 @@ def test_blanks_in_a_string_are_not_counted(
         blanks = [token for token in mask(matcher) if texts[token] and not texts[token].strip(b" ")]
         assert max(len(texts[token]) for token in blanks) > 12
         for token in blanks:
-            assert matcher.copy().accept([token, token]) == 2
+            assert compiled.matcher().accept([*ids, token, token]) == len(ids) + 2

@@ -59,7 +59,6 @@ class ModelPage(msgspec.Struct, frozen=True):
 
 
 def model_info(card: ModelCard, name: str) -> ModelInfo:
-    """The model under one of its names."""
     longest = card.max_model_len
     return ModelInfo(name, name, datetime.fromtimestamp(card.created, UTC), longest - 1, longest - 1)
 

@@ -148,7 +148,6 @@ class MessageEvents:
         return before + _event(b"content_block_start", b'"index":%d,"content_block":%b' % (index, encode(block)))
 
     def _close(self) -> bytes:
-        """Ends the open block, if there is one."""
         if self._open is None:
             return b""
         index, was, self._open, self._around_text = self._num_blocks - 1, self._open, None, None

@@ -159,7 +159,6 @@ class OutputItems:
 
 
 def item_kind(part: Part, options: ResponseOptions) -> type[OutputItem]:
-    """The kind of the item that begins with this part."""
     if part.kind is PartKind.CONTENT:
         return MessageItem
     if part.kind is PartKind.REASONING:

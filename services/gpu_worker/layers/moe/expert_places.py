@@ -43,7 +43,6 @@ class ExpertPlaces:
         return self._table.index_select(0, flat).view_as(experts)
 
     def place_of(self, expert: int) -> int:
-        """Returns the place of an expert on its rank."""
         return self._places[expert]
 
     def trade(self, pair: Trade) -> None:

@@ -24,8 +24,6 @@ STACK_SUFFIXES = ("", "_bias")  # transformers' own
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertWeights:
-    """The weights of all experts of a layer."""
-
     gate_up: ExpertMethod  # hidden -> 2 * inner, the gate first
     down: ExpertMethod  # inner -> hidden
     device: torch.device  # that multiplies

@@ -77,7 +77,6 @@ class RoutedExperts:
         return [self._router_linear, *self._experts.linears(), *shared, *gates]
 
     def forward(self, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor | None:
-        """Implements `FeedForward`."""
         if delta is None and isinstance(norm, RMSNorm) and self._fuses_norm(len(residual)):
             logits = self._ops.norm_then_linear(self._router_linear, residual, None, norm)
             return self._sum(residual, logits, None, residual, norm)
@@ -92,7 +91,6 @@ class RoutedExperts:
         return self._router_linear.fused(rows) is not None and self._experts.fuses_norm(rows)
 
     def apply(self, x: Tensor) -> Tensor:
-        """Implements `PlainFeedForward`."""
         shared = None
         if self._shared is not None:
             shared = self._shared.finish_alone(self._shared_gate_up(self._shared, x))

@@ -155,11 +155,9 @@ class Gemma4Layer:
         return self._beside.experts.experts() if self._beside is not None else []
 
     def attend(self, residual: Tensor, delta: Tensor | None, rotation: Rotation, backend: Attend) -> Attended:
-        """Implements `DecoderLayer`."""
         return self._attention.attend(residual, delta, self._norms.before_attention, rotation, backend), None
 
     def finish(self, residual: Tensor, attended: Attended) -> tuple[Tensor, Tensor | None]:
-        """Implements `DecoderLayer`."""
         norms, beside, ops = self._norms, self._beside, self._attention.ops
         out = self._attention.out(attended[0])
         del attended

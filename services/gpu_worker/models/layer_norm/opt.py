@@ -7,11 +7,10 @@ from torch import Tensor
 
 from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.services.gpu_worker.layers.attention import Attention, AttentionOptions, AttentionShape, SeparateQKV
-from blockyard.services.gpu_worker.layers.decoder_layers import Attended, DecoderLayer, PreNormLayer
+from blockyard.services.gpu_worker.layers.decoder_layers import Attended, DecoderLayer, PreNormLayer, Sublayers
 from blockyard.services.gpu_worker.layers.embedding import Head, LearnedPositions, TokenEmbedding
-from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers
+from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.layers.mlp import MLP
-from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
 from blockyard.services.gpu_worker.layers.norm import LayerNorm, NoNorm, Norm
 from blockyard.services.gpu_worker.layers.rotary import LayerRotations, Rotation
 from blockyard.services.gpu_worker.loading.hf_config import parse
@@ -87,30 +86,20 @@ def _layer(fields: OPTConfig, layers: LinearLayers, layer: int, shape: Attention
     return SumNormLayer(attention, norm1, mlp, norm2)
 
 
-class SumNormLayer:
+class SumNormLayer(Sublayers):
     """The residual itself is normalised after each sublayer, as in opt-350m. Implements `DecoderLayer`."""
 
     def __init__(self, attention: Attention, norm1: Norm, mlp: MLP, norm2: Norm) -> None:
+        super().__init__(attention, mlp, norm1, norm2)
         self._attention, self._norm1, self._mlp, self._norm2 = attention, norm1, mlp, norm2
         for linear in self.linears():
             linear.disable_fusion()
-
-    def prepare(self) -> None:
-        for one in (self._attention, self._norm1, self._norm2):
-            one.prepare()
-
-    def linears(self) -> list[Linear]:
-        return [*self._attention.linears(), *self._mlp.linears()]
-
-    def experts(self) -> list[ExpertProducts]:
-        return []
 
     def attend(self, residual: Tensor, delta: Tensor | None, rotation: Rotation, backend: Attend) -> Attended:
         """Implements `DecoderLayer`. delta is None: `finish` returns none."""
         return self._attention.attend_normed(residual, rotation, backend), None
 
     def finish(self, residual: Tensor, attended: Attended) -> tuple[Tensor, Tensor | None]:
-        """Implements `DecoderLayer`."""
         ops = self._attention.ops
         x = self._norm1(residual.add_(ops.whole(self._attention.out(attended[0]))))
         del attended

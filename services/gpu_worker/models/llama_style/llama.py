@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from torch import Tensor
 
 from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.services.gpu_worker.layers.activations import read_activation
@@ -207,9 +206,6 @@ def _shapes(fields: LlamaConfig, variant: LlamaVariant, table: WeightTable) -> t
     scale = size**-0.5 if variant.scale is None else variant.scale
     windows = variant.windows or (None,) * fields.num_hidden_layers
 
-    def make_sinks() -> Tensor | None:
-        return table.empty(heads, dtype=torch.float32) if variant.has_sinks else None
-
     def make(window: int | None) -> AttentionShape:
         chunked = variant.chunked and window is not None
         rules = ScoreRules(
@@ -218,7 +214,7 @@ def _shapes(fields: LlamaConfig, variant: LlamaVariant, table: WeightTable) -> t
             both_sides=variant.both_sides,
             chunked=chunked,
             soft_cap=variant.soft_cap,
-            sinks=make_sinks(),
+            sinks=table.empty(heads, dtype=torch.float32) if variant.has_sinks else None,
         )
         return AttentionShape(num_heads=heads, kv_heads=kv_heads, head_dim=size, rules=rules)
 

@@ -26,8 +26,6 @@ PROBE_EXPERTS, PROBE_INNER, PROBE_HIDDEN = 3, 8, 16
 
 @dataclass(frozen=True, slots=True)
 class ExpertsKind:
-    """The experts of one layer."""
-
     routing: Routing  # only the counts: the router is transformers'
     hidden: int
     inner: int

@@ -15,8 +15,6 @@ ADDITIONS: tuple[Callable[..., Any], ...] = (torch.add, Tensor.add, Tensor.__add
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
-    """A call of a module with one tensor."""
-
     name: str  # of the module in the model
     x: Tensor
     version: int  # how often x was written to in place

@@ -102,7 +102,6 @@ class _Placement:
         return target
 
     def place_buffers(self) -> None:
-        """Places the buffers that checkpoints have."""
         table, dtype_of = self._layers.table, dtypes_by_name(self._causal, self._layers.table.dtype)
         for module_name, module in self._causal.named_modules():
             for name, made in list(module._buffers.items()):

@@ -137,7 +137,6 @@ class TensorParallelPlan:
         return Rows(size, shape.num_heads, shape.kv_heads)
 
     def _attention_of(self, name: str) -> AttentionShape | None:
-        """The attention that a layer is in."""
         while name:
             name = name.rpartition(".")[0]
             if name in self.attention:

@@ -45,7 +45,7 @@ class AutoRoundScheme:
     def __init__(self, said: Mapping[str, Any], dtype: torch.dtype) -> None:
         """dtype: of the model. Raises ConfigError for settings that it does not know."""
         self._said, self._dtype = dict(said), dtype
-        self._settings = own = read(said, AutoRoundSettings)
+        own = read(said, AutoRoundSettings)
         self._blocks = NamePatterns([*_flat(own.block_name_to_quantize), *_flat(own.to_quant_block_names)])
         self._has_blocks = bool(own.block_name_to_quantize or own.to_quant_block_names)
         rules = {key: one or {} for key, one in own.extra_config.items()}

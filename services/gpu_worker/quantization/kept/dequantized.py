@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.quantization.dense import FORM
-from blockyard.services.gpu_worker.quantization.kept.form import DUMMY_SCALE, KeptTensor
+from blockyard.services.gpu_worker.quantization.kept.form import DUMMY_SCALE, KeptForm, KeptTensor
 
 WEIGHT = "weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Dequantized:
+class Dequantized(KeptForm):
     """Implements `KeptForm`; the kernels of unquantized weights multiply it."""
 
     dtype: torch.dtype  # of the model
@@ -25,12 +25,6 @@ class Dequantized:
 
     def dequantize(self, kept: Mapping[str, Tensor], inputs: int, dtype: torch.dtype) -> Tensor:
         return kept[WEIGHT].to(dtype)
-
-    def round_inputs(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
-        return x
-
-    def product(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor | None:
-        return None
 
     def fill(self, kept: Mapping[str, Tensor], generator: torch.Generator) -> None:
         weight = kept[WEIGHT]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blockyard.kernels.layers.rounding import InputRounding, RoundedRows
 from blockyard.kernels.quantized.operands import Weight8Bit
-from blockyard.kernels.quantized.packed_weights import PackedWeights
+from blockyard.kernels.quantized.packed_weights import E8M0, Codes, PackedWeights
 from blockyard.services.gpu_worker.loading.weights import Kind
 from blockyard.services.gpu_worker.quantization.dense import UnquantizedLinear
 from blockyard.services.gpu_worker.quantization.kept.block_products import BlockProduct, block_product
@@ -69,9 +69,11 @@ class KeptForm(Protocol):
 
     def round_inputs(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
         """x [rows, inputs] as products see it, in its dtype. Rows do not depend on each other."""
+        return x
 
     def product(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor | None:
         """x [rows, inputs] -> [rows, outputs], without bias. None: this device or dtype has only the plain product."""
+        return None
 
     def fill(self, kept: Mapping[str, Tensor], generator: torch.Generator) -> None:
         """Writes dummy weights: their numbers have a standard deviation of DUMMY_SCALE."""
@@ -130,6 +132,34 @@ def kinds(form: KeptForm, outputs: int, inputs: int, lead: tuple[int, ...] = ())
         name: (one.shape(outputs, inputs) if one.is_one_number else (*lead, *one.shape(outputs, inputs)), one.dtype)
         for name, one in form.tensors().items()
     }
+
+
+def packed_codes(
+    kind: Codes,
+    codes: Tensor,
+    inputs: int,
+    group: int | None,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    row_scales: Tensor | None = None,
+    table: Tensor | None = None,
+) -> PackedWeights:
+    """Views of the tensors of a weight, of experts with a leading dimension of them.
+
+    group: inputs of a scale; None: each row has a scale. row_scales: of a weight that has groups, too.
+    """
+    is_e8m0 = scales.dtype == E8M0 and group is not None
+    return PackedWeights(
+        codes=codes,
+        kind=kind,
+        inputs=inputs,
+        group=group or 0,
+        scales=None if group is None else scales.view(torch.uint8) if is_e8m0 else scales,
+        zeros=zeros,
+        row_scales=scales if group is None else row_scales,
+        table=table,
+        is_e8m0=is_e8m0,
+    )
 
 
 class KeptLinear:
@@ -337,6 +367,6 @@ def fill_numbers(tensor: Tensor, number: float) -> None:
     tensor.fill_(one.item())
 
 
-def uniform_scale(low: float, high: float) -> float:
-    """The factor that gives numbers drawn evenly between two bounds a standard deviation of DUMMY_SCALE."""
-    return DUMMY_SCALE * math.sqrt(12) / (high - low)
+def uniform_scale(high: float) -> float:
+    """The factor that gives numbers drawn evenly from 0 to `high` a standard deviation of DUMMY_SCALE."""
+    return DUMMY_SCALE * math.sqrt(12) / high

@@ -118,7 +118,7 @@ class Int8W8A8:
 
     def fill(self, kept: Mapping[str, Tensor], generator: torch.Generator) -> None:
         fill_codes(kept[CODES], generator)
-        kept[SCALES].fill_(uniform_scale(0, STEPS))
+        kept[SCALES].fill_(uniform_scale(STEPS))
         if self.static and self.symmetric:
             kept[INPUT_SCALE].fill_(DUMMY_INPUT_SCALE)
         elif self.static:

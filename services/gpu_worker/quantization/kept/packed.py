@@ -4,10 +4,9 @@ from torch import Tensor
 
 from blockyard.kernels.quantized.packed_weights import Codes, ExpertRounding, PackedWeights, RoundedTo
 from blockyard.services.gpu_worker.quantization.kept import int8_w8a8
-from blockyard.services.gpu_worker.quantization.kept.form import KeptExperts, PackedForm
+from blockyard.services.gpu_worker.quantization.kept.form import KeptExperts, PackedForm, packed_codes
 from blockyard.services.gpu_worker.quantization.kept.fp8_w8a8 import CODES, INPUT_SCALE, SCALES, Fp8W8A8
 from blockyard.services.gpu_worker.quantization.kept.int8_w8a8 import Int8W8A8
-from blockyard.services.gpu_worker.quantization.kept.packed_codes import packed_codes
 from blockyard.shared.errors import ConfigError
 
 

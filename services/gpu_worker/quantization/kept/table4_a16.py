@@ -21,8 +21,14 @@ from torch import Tensor
 
 from blockyard.kernels.quantized.packed_weights import Codes, PackedWeights
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import expand
-from blockyard.services.gpu_worker.quantization.kept.form import DUMMY_SCALE, KeptTensor, fill_codes, fill_numbers
-from blockyard.services.gpu_worker.quantization.kept.packed_codes import packed_codes
+from blockyard.services.gpu_worker.quantization.kept.form import (
+    DUMMY_SCALE,
+    KeptForm,
+    KeptTensor,
+    fill_codes,
+    fill_numbers,
+    packed_codes,
+)
 from blockyard.services.gpu_worker.quantization.kept.w4a16 import unpack
 
 CODES, SCALES, ROW_SCALES = "codes", "scales", "row_scales"
@@ -48,8 +54,8 @@ def _numbers(table: Table, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Table4A16:
-    """Implements `KeptForm` and `PackedForm`. The module says what its tensors hold."""
+class Table4A16(KeptForm):
+    """Implements `PackedForm`. The module says what its tensors hold."""
 
     table: Table
     group: int
@@ -70,14 +76,7 @@ class Table4A16:
             values *= kept[ROW_SCALES][..., None]
         return values.to(dtype)
 
-    def round_inputs(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
-        return x
-
-    def product(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor | None:
-        return None
-
     def packed(self, kept: Mapping[str, Tensor], inputs: int) -> PackedWeights:
-        """Implements `PackedForm`."""
         codes, scales, rows = kept[CODES], kept[SCALES], kept.get(ROW_SCALES)
         if self.table == E2M1:
             return packed_codes(Codes.E2M1, codes, inputs, self.group, scales, row_scales=rows)

@@ -26,16 +26,21 @@ from torch import Tensor
 from blockyard.kernels.quantized.packed_weights import Codes, PackedWeights
 from blockyard.services.gpu_worker.quantization.kept import act_order, host_w4
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import expand
-from blockyard.services.gpu_worker.quantization.kept.form import KeptTensor, fill_codes, uniform_scale
-from blockyard.services.gpu_worker.quantization.kept.packed_codes import packed_codes
+from blockyard.services.gpu_worker.quantization.kept.form import (
+    KeptForm,
+    KeptTensor,
+    fill_codes,
+    packed_codes,
+    uniform_scale,
+)
 
 CODES, SCALES, ZEROS = "codes", "scales", "zeros"
 MIDDLE = 8  # the zero of weights without zeros
 
 
 @dataclass(frozen=True, slots=True)
-class W4A16:
-    """Implements `KeptForm`, `HostForm` and `PackedForm`. The module says what its tensors hold."""
+class W4A16(KeptForm):
+    """Implements `HostForm` and `PackedForm`. The module says what its tensors hold."""
 
     group: int | None = None  # inputs of a scale; None: all of a row
     zeros: torch.dtype | None = None  # uint8, or a float dtype; None: every zero is 8
@@ -58,14 +63,7 @@ class W4A16:
         values *= expand(kept[SCALES].float(), self.group, inputs)
         return (act_order.of_inputs(values, kept) if self.order else values).to(dtype)
 
-    def round_inputs(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
-        return x
-
-    def product(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor | None:
-        return None
-
     def packed(self, kept: Mapping[str, Tensor], inputs: int) -> PackedWeights:
-        """Implements `PackedForm`."""
         return packed_codes(Codes.INT4, kept[CODES], inputs, self.group, kept[SCALES], kept.get(ZEROS))
 
     def fits_host(self, shape: tuple[int, int], dtype: torch.dtype) -> bool:
@@ -90,7 +88,7 @@ class W4A16:
 
     def fill(self, kept: Mapping[str, Tensor], generator: torch.Generator) -> None:
         fill_codes(kept[CODES], generator)
-        kept[SCALES].fill_(uniform_scale(0, 16))
+        kept[SCALES].fill_(uniform_scale(16))
         if self.zeros is not None:
             kept[ZEROS].fill_(MIDDLE)
         if self.order:

@@ -17,12 +17,13 @@ from blockyard.services.gpu_worker.quantization.kept import act_order
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import E4M3, expand, fill_e4m3
 from blockyard.services.gpu_worker.quantization.kept.form import (
     DUMMY_SCALE,
+    KeptForm,
     KeptTensor,
     fill_codes,
     fill_numbers,
+    packed_codes,
     uniform_scale,
 )
-from blockyard.services.gpu_worker.quantization.kept.packed_codes import packed_codes
 
 CODES, SCALES, ZEROS = "codes", "scales", "zeros"
 DUMMY_STD = 112.0  # of codes in e4m3
@@ -33,8 +34,8 @@ MOST_ROWS = 16  # more are multiplied by dequantized weights
 
 
 @dataclass(frozen=True, slots=True)
-class W8A16:
-    """Implements `KeptForm`, `HostForm` and `PackedForm`. A weight is (code - zero) * scale."""
+class W8A16(KeptForm):
+    """Implements `HostForm` and `PackedForm`. A weight is (code - zero) * scale."""
 
     codes: torch.dtype  # int8, uint8 or e4m3
     group: int | None = None  # inputs of a scale; None: all of a row
@@ -57,14 +58,7 @@ class W8A16:
         values *= expand(kept[SCALES].float(), self.group, inputs)
         return (act_order.of_inputs(values, kept) if self.order else values).to(dtype)
 
-    def round_inputs(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
-        return x
-
-    def product(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor | None:
-        return None
-
     def packed(self, kept: Mapping[str, Tensor], inputs: int) -> PackedWeights:
-        """Implements `PackedForm`."""
         return packed_codes(_KINDS[self.codes], kept[CODES], inputs, self.group, kept[SCALES], kept.get(ZEROS))
 
     def fits_host(self, shape: tuple[int, int], dtype: torch.dtype) -> bool:
@@ -89,7 +83,7 @@ class W8A16:
             fill_numbers(kept[SCALES], DUMMY_SCALE / DUMMY_STD)
         else:
             fill_codes(kept[CODES], generator)
-            fill_numbers(kept[SCALES], uniform_scale(0, 255))
+            fill_numbers(kept[SCALES], uniform_scale(255))
         if self.zeros:
             kept[ZEROS].fill_(MIDDLE if self.codes == torch.uint8 else 0)
         if self.order:

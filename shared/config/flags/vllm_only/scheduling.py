@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
+from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built, switch
 
 _OFFLOAD = not_built("a choice of the weights in host memory; --cpu-offload-gb says how many, experts first")
 _offload = partial(Flag, refused=_OFFLOAD)
@@ -10,30 +10,27 @@ _offload = partial(Flag, refused=_OFFLOAD)
 SCHEDULING = (
     Flag(
         "max-num-active-seqs",
-        FlagKind.INT,
         None,
         "Most sequences that run at a time.",
         ge=1,
         mapped="the same as --max-num-seqs, where that is not lower",
+        kind=FlagKind.INT,
     ),
     Flag(
         "max-num-scheduled-tokens",
-        FlagKind.SIZE,
         None,
         "Most tokens that a step schedules.",
         ge=1,
         mapped="the same as --max-num-batched-tokens, where that is not lower",
+        kind=FlagKind.SIZE,
     ),
-    Flag(
+    switch(
         "long-prefill-token-threshold-adaptive",
-        FlagKind.BOOL,
-        False,
         "Let the threshold of long prompts grow with the tokens of a step.",
         mapped="without --long-prefill-token-threshold, a prompt of more than 4 % of the context length is long",
     ),
     Flag(
         "prefill-schedule-interval",
-        FlagKind.INT,
         1,
         "Steps between two starts of prompts.",
         ge=1,
@@ -41,29 +38,25 @@ SCHEDULING = (
     ),
     Flag(
         "scheduler-cls",
-        FlagKind.TEXT,
         None,
         "Own class of the scheduler.",
         refused="no code from outside runs in the scheduler; use --scheduling-policy",
     ),
-    Flag(
+    switch(
         "disable-hybrid-kv-cache-manager",
-        FlagKind.BOOL,
-        False,
         "One size of KV memory for all kinds of layers.",
         mapped="layers of all kinds share one table of blocks",
     ),
     Flag(
         "kv-offloading-size",
-        FlagKind.FLOAT,
         None,
         "Host memory for KV blocks, in GiB.",
         ge=0,
         mapped="the same as --swap-space",
+        kind=FlagKind.FLOAT,
     ),
     Flag(
         "kv-offloading-backend",
-        FlagKind.TEXT,
         "native",
         "What keeps KV blocks in host memory.",
         choices=("native",),
@@ -72,37 +65,33 @@ SCHEDULING = (
     ),
     Flag(
         "kv-cache-dtype-skip-layers",
-        FlagKind.LIST,
         [],
         "Layers whose KV is not quantized.",
         refused=not_built("types of KV by layer; --kv-cache-dtype is for all"),
     ),
     Flag(
         "kv-events-config",
-        FlagKind.JSON,
         None,
         "Publish events of KV blocks.",
         refused=not_built("events of KV blocks; the scheduler routes by prefixes itself"),
         harmless=({},),
+        kind=FlagKind.JSON,
     ),
-    Flag(
+    switch(
         "kv-sharing-fast-prefill",
-        FlagKind.BOOL,
-        False,
         "Skip prompt tokens in layers that share KV.",
         refused=not_built("layers that skip prompt tokens"),
     ),
     Flag(
         "prefix-cache-retention-interval",
-        FlagKind.INT,
         None,
         "Tokens between kept states of sliding windows.",
         ge=0,
         mapped="KV of sliding windows stays in the prefix cache as long as there is room for it",
+        kind=FlagKind.INT,
     ),
     Flag(
         "prefix-caching-hash-algo",
-        FlagKind.TEXT,
         None,
         "Hash of KV blocks.",
         choices=("sha256", "sha256_cbor", "xxhash", "xxhash_cbor"),
@@ -110,30 +99,28 @@ SCHEDULING = (
     ),
     Flag(
         "prefix-match-unit",
-        FlagKind.INT,
         None,
         "Fewest tokens of a match in the prefix cache.",
         ge=1,
         mapped="matches end at any token: the last block of one is copied",
+        kind=FlagKind.INT,
     ),
     Flag(
         "swa-bounded-replay",
-        FlagKind.BOOL,
         True,
         "Compute the last window of a cached prefix again.",
         mapped="KV of sliding windows is in the prefix cache",
     ),
-    _offload("cpu-offload-params", FlagKind.LIST, [], "Parts of the names of weights in host memory."),
+    _offload("cpu-offload-params", [], "Parts of the names of weights in host memory."),
     Flag(
         "offload-backend",
-        FlagKind.TEXT,
         "auto",
         "How weights in host memory are read.",
         choices=("auto", "uva", "prefetch"),
         mapped="--cpu-offload-gb reads weights in host memory in the way that is built in",
     ),
-    _offload("offload-group-size", FlagKind.INT, 0, "Layers of a group.", ge=0),
-    _offload("offload-num-in-group", FlagKind.INT, 1, "Layers of a group in host memory.", ge=1),
-    _offload("offload-params", FlagKind.LIST, [], "Parts of the names of weights that are read ahead."),
-    _offload("offload-prefetch-step", FlagKind.INT, 1, "Layers that are read ahead.", ge=0),
+    _offload("offload-group-size", 0, "Layers of a group.", ge=0),
+    _offload("offload-num-in-group", 1, "Layers of a group in host memory.", ge=1),
+    _offload("offload-params", [], "Parts of the names of weights that are read ahead."),
+    _offload("offload-prefetch-step", 1, "Layers that are read ahead.", ge=0),
 )

@@ -1,188 +1,152 @@
 """Flags of the API and of logs that only vLLM has."""
 
-from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
+from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built, switch
 
 _GRPC = not_built("gRPC; use the HTTP API")
 _SPEC_METRICS = not_built("speculative decoding; leave it at none")
 
 SERVING = (
-    Flag(
+    switch(
         "aggregate-engine-logging",
-        FlagKind.BOOL,
-        False,
         "Log the statistics of all engines as one.",
         mapped="the statistics of all workers of a model are always one line",
     ),
     Flag(
         "anthropic-disabled-thinking-effort",
-        FlagKind.TEXT,
         "auto",
         "Effort that stands for disabled thinking in /v1/messages.",
         refused=not_built("an effort for disabled thinking; set it for all requests by --default-chat-template-kwargs"),
     ),
     Flag(
         "cohere-format",
-        FlagKind.TEXT,
         None,
         "Prompt format of Cohere models: cmd3 or cmd4.",
         mapped="prompts are rendered by the chat template of the model or of --chat-template",
     ),
     Flag(
         "cohere-is-reasoning-model",
-        FlagKind.BOOL,
         True,
         "Show the thoughts of Cohere models as reasoning.",
         mapped="--reasoning-parser says what is reasoning",
     ),
     Flag(
         "custom-histogram-buckets",
-        FlagKind.TEXT,
         None,
         "Buckets of histograms in /metrics.",
         takes_json=True,
         refused=not_built("buckets of one's own; the histograms have vLLM's usual ones"),
     ),
-    Flag(
+    switch(
         "cudagraph-metrics",
-        FlagKind.BOOL,
-        False,
         "Metrics of CUDA graphs.",
         refused=not_built("metrics of CUDA graphs; the start's report says which sizes have one"),
     ),
-    Flag(
+    switch(
         "enable-layerwise-nvtx-tracing",
-        FlagKind.BOOL,
-        False,
         "Mark each layer for Nsight.",
         refused=not_built("marks of layers; profile a step with `blockyard bench latency`"),
     ),
-    Flag(
+    switch(
         "enable-logging-iteration-details",
-        FlagKind.BOOL,
-        False,
         "Log each step.",
         refused=not_built("a log line for each step; /metrics has counts of steps and tokens"),
     ),
-    Flag(
+    switch(
         "enable-mfu-metrics",
-        FlagKind.BOOL,
-        False,
         "Metrics of the FLOPs used.",
         refused=not_built("metrics of FLOPs; `blockyard bench` measures kernels against their ceilings"),
     ),
-    Flag(
+    switch(
         "enable-offline-docs",
-        FlagKind.BOOL,
-        False,
         "Serve the API's pages without assets of other hosts.",
         mapped="no page of this server has assets of other hosts",
     ),
-    Flag(
+    switch(
         "enable-per-request-metrics",
-        FlagKind.BOOL,
-        False,
         "Times in each answer.",
         refused=not_built("times in answers; use the field `return_stamps` of streamed requests, or /metrics"),
     ),
-    Flag(
+    switch(
         "enable-server-load-tracking",
-        FlagKind.BOOL,
-        False,
         "Count requests for /load.",
         mapped="/load is always served",
     ),
-    Flag(
+    switch(
         "fail-on-environ-validation",
-        FlagKind.BOOL,
-        False,
         "End the start if a variable of the environment is wrong.",
         mapped="a wrong BLOCKYARD_ variable always ends the start, others are not read",
     ),
-    Flag("grpc", FlagKind.BOOL, False, "Serve gRPC.", refused=_GRPC),
-    Flag("grpc-port", FlagKind.INT, None, "Port of gRPC.", ge=1, le=65535, refused=_GRPC),
+    switch("grpc", "Serve gRPC.", refused=_GRPC),
+    Flag("grpc-port", None, "Port of gRPC.", ge=1, le=65535, refused=_GRPC, kind=FlagKind.INT),
     Flag(
         "jit-monitor-mode",
-        FlagKind.TEXT,
         "warn",
         "What a kernel that is compiled while serving leads to.",
         choices=("warn", "error"),
         mapped="kernels are compiled before a worker is ready",
     ),
-    Flag(
+    switch(
         "jit-monitor-verbose",
-        FlagKind.BOOL,
-        False,
         "Log each kernel that is compiled.",
         mapped="kernels are compiled before a worker is ready; the start's report counts them",
     ),
-    Flag(
+    switch(
         "kv-cache-metrics",
-        FlagKind.BOOL,
-        False,
         "Metrics of the life of KV blocks.",
         refused=not_built("metrics of single KV blocks; /metrics has their use and the prefix cache's hits"),
     ),
     Flag(
         "kv-cache-metrics-sample",
-        FlagKind.FLOAT,
         0.01,
         "Share of KV blocks with metrics.",
         refused=not_built("metrics of single KV blocks"),
     ),
-    Flag(
+    switch(
         "log-error-stack",
-        FlagKind.BOOL,
-        False,
         "Log the stack of errors in answers.",
         mapped="the stack of a fault of this server is always logged; errors of clients have none",
     ),
     Flag(
         "per-request-spec-decode-metrics",
-        FlagKind.TEXT,
         "none",
         "Accepted drafts in each answer.",
         refused=_SPEC_METRICS,
     ),
     Flag(
         "profiler-config",
-        FlagKind.JSON,
         None,
         "Profiles that are started over HTTP.",
         refused=not_built("profiles over HTTP; attach py-spy or Nsight to a process"),
         harmless=({},),
+        kind=FlagKind.JSON,
     ),
     Flag(
         "reasoning-effort-map",
-        FlagKind.JSON,
         None,
         "Other values for `reasoning_effort`.",
         refused=not_built("a map of efforts; chat templates get `reasoning_effort` as requests have it"),
         harmless=({},),
+        kind=FlagKind.JSON,
     ),
     Flag(
         "show-hidden-metrics-for-version",
-        FlagKind.TEXT,
         None,
         "Show metrics that a version hides.",
         mapped="no metric is hidden",
     ),
-    Flag(
+    switch(
         "tokens-only",
-        FlagKind.BOOL,
-        False,
         "Serve token ids alone.",
         refused=not_built("a server without text; prompts may be given as token ids all the same"),
     ),
     Flag(
         "tool-server",
-        FlagKind.TEXT,
         None,
         "Servers that run tools.",
         refused=not_built("tools that the server runs; clients run them"),
     ),
     Flag(
         "tool-strict-level",
-        FlagKind.TEXT,
         "auto",
         "How closely calls follow the schemas of tools.",
         choices=("auto", "function", "parameter"),
@@ -190,18 +154,18 @@ SERVING = (
     ),
     Flag(
         "watchdog-config",
-        FlagKind.JSON,
         None,
         "Settings of a watchdog.",
         refused="processes that stand still are restarted after --hung-timeout; use that",
         harmless=({},),
+        kind=FlagKind.JSON,
     ),
     Flag(
         "watermark-config",
-        FlagKind.JSON,
         None,
         "Watermarks in generated text.",
         refused=not_built("watermarks in text; use a logits processor (--logits-processors)"),
         harmless=({},),
+        kind=FlagKind.JSON,
     ),
 )

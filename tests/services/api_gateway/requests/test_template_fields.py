@@ -19,8 +19,8 @@ from blockyard.shared.messages import (
     Tokenize,
     ToolDefaults,
 )
+from blockyard.shared.ring_client.request_fields.engine_fields import read_thinking_budget
 from blockyard.shared.ring_client.request_fields.output_format import OutputFormats
-from blockyard.shared.ring_client.request_fields.reasoning import read_thinking_budget
 
 PROCESS = ProcessConfig(name="api_gateway", bus=BusConfig(registry="ipc:///none", bind="ipc:///none"))
 CHAT = "/v1/chat/completions"

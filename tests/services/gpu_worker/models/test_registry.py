@@ -10,7 +10,7 @@ from blockyard.services.gpu_worker.models import registry
 from blockyard.services.gpu_worker.models.llama_style import llama, qwen2
 from blockyard.services.gpu_worker.models.registry import find_family
 from blockyard.shared.architectures import ARCHITECTURES, REFUSED
-from blockyard.shared.config.model_documents import markdown, with_tables
+from blockyard.shared.config.model_documents import TABLES, markdown
 from blockyard.shared.errors import ConfigError
 
 REWARDS = {"Qwen2ForRewardModel", "Qwen2ForProcessRewardModel"}  # compared in test_output_layers
@@ -49,5 +49,5 @@ def test_an_unknown_architecture_is_refused_with_the_nearest(name: str, near: st
 
 def test_the_document_has_the_table() -> None:
     document = (FAMILIES / "FAMILIES.md").read_text("utf-8")
-    assert with_tables(document) == document, "run `blockyard models --write services/gpu_worker/models/FAMILIES.md`"
+    assert TABLES.written_in(document) == document, f"run `{TABLES.written_by}`"
     assert all(f"`{name}`" in markdown() for name in (*ARCHITECTURES, *REFUSED))

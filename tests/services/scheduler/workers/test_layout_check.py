@@ -2,7 +2,7 @@
 
 import pytest
 
-from blockyard.services.scheduler.workers.layout_check import LayoutCheck
+from blockyard.services.scheduler.workers.workers import LayoutCheck
 from blockyard.shared.messages import Geometry, KVRole
 
 P, D, BOTH = KVRole.PREFILL, KVRole.DECODE, KVRole.BOTH

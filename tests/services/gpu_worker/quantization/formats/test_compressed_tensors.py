@@ -31,9 +31,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import start
 from torch import Tensor, nn
 
-from blockyard.services.gpu_worker.quantization.cut_linear import CutLinear
 from blockyard.services.gpu_worker.quantization.formats.compressed_tensors import CompressedTensorsScheme
 from blockyard.services.gpu_worker.quantization.kept.form import KeptLinear
+from blockyard.services.gpu_worker.quantization.quantized_format import CutLinear
 from blockyard.shared.errors import ConfigError, LoadError
 
 MODELS = ("llama", "mixtral", "deepseek-v3")

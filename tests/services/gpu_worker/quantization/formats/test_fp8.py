@@ -31,10 +31,10 @@ from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.layers.moe import expert_weights, routed_experts
 from blockyard.services.gpu_worker.loading.linear_spec import Shard, Split, part
 from blockyard.services.gpu_worker.loading.weights import WeightTable
-from blockyard.services.gpu_worker.quantization.cut_linear import CutLinear
 from blockyard.services.gpu_worker.quantization.formats import fp8
 from blockyard.services.gpu_worker.quantization.kept import eight_bits, form
 from blockyard.services.gpu_worker.quantization.kept.form import KeptExperts, KeptLinear
+from blockyard.services.gpu_worker.quantization.quantized_format import CutLinear
 from blockyard.shared.errors import ConfigError, LoadError
 
 CPU = torch.device("cpu")

@@ -22,10 +22,10 @@ from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.loading.linear_spec import Shard, Split, part
 from blockyard.services.gpu_worker.loading.weights import WeightTable
-from blockyard.services.gpu_worker.quantization.cut_linear import CutLinear
 from blockyard.services.gpu_worker.quantization.formats.gptq import GptqScheme
 from blockyard.services.gpu_worker.quantization.kept import form
 from blockyard.services.gpu_worker.quantization.kept.form import KeptLinear
+from blockyard.services.gpu_worker.quantization.quantized_format import CutLinear
 from blockyard.shared.errors import ConfigError, LoadError
 from blockyard.shared.quantization_settings.files import read_quantization
 
