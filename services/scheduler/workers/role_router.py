@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from blockyard.services.scheduler.admission.model_limits import exchange
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
+from blockyard.services.scheduler.queue.adapter_waits import Adapters, first_lacking
 from blockyard.services.scheduler.sequences.requests import Request, Sequence
 from blockyard.services.scheduler.transfers.failures import LinkBackoff
 from blockyard.services.scheduler.transfers.handovers import Handovers
@@ -42,7 +43,7 @@ class RoleGroups:
     def some(self, request: Request) -> list[WorkerGroup]:
         """With adapters: of those that hold them, first those in which a LoRA adapter has a place."""
         if request.adapters:
-            holders = [group for group in self.groups if group.lacking(request) is None]
+            holders = [group for group in self.groups if group.holds(request)]
             return sorted(holders, key=lambda group: place_cost(group, request.adapter))[:NUM_COMPARED]
         num = len(self.groups)
         if num <= NUM_COMPARED:
@@ -64,10 +65,6 @@ class Placement:
 def _long_enough(groups: list[WorkerGroup], num_tokens: int) -> list[WorkerGroup]:
     """The groups for sequences of so many tokens; all of them if there is none."""
     return [group for group in groups if group.max_model_len >= num_tokens] or groups
-
-
-def _holds(role: RoleGroups, adapter: int) -> bool:
-    return any(group.can_start(adapter) for group in role.groups)
 
 
 def is_pair(source: WorkerGroup, target: WorkerGroup) -> bool:
@@ -100,20 +97,22 @@ class RoleRouter:
         self._prefill = RoleGroups([group for group in every if group.geometry.kv_role is not KVRole.DECODE])
         self._decode = RoleGroups([group for group in every if group.geometry.kv_role is not KVRole.PREFILL])
 
-    def can_place(self, adapter: int) -> bool:
-        """Whether `place` may be asked for sequences with an adapter: a group holds it, and it is no use to wait."""
-        without = [role for role in (self._prefill, self._decode) if not _holds(role, adapter)]
-        loads = (
-            group.adapters.is_loading(adapter) or group.prompts.is_loading(adapter)
-            for role in without
-            for group in role.groups
-        )
-        return not without or (len(without) == 1 and not any(loads))
+    def lacking(self, adapters: Adapters) -> int | None:
+        """The adapter that sequences with these wait for. None: `place` may be asked, because groups of both roles hold
+        them, or those of one role, and the other's are not loading what they lack."""
+        of_prefill = first_lacking(adapters, self._prefill.groups)
+        of_decode = first_lacking(adapters, self._decode.groups)
+        if of_prefill is not None and of_decode is not None:
+            return of_prefill
+        lacking, role = (of_decode, self._decode) if of_prefill is None else (of_prefill, self._prefill)
+        if lacking is None or not any(group.is_loading(lacking) for group in role.groups):
+            return None
+        return lacking
 
     def place(self, sequence: Sequence) -> Placement | None:
         """The group that a waiting sequence goes to, with a handover if it is to decode elsewhere; None: no room.
 
-        If it has an adapter, `can_place` was asked.
+        If it has adapters, `lacking` was asked.
         """
         if sequence.handover is not None:
             self._handovers.drop(sequence)
@@ -157,9 +156,7 @@ class RoleRouter:
     def _place_in_one(
         self, sequence: Sequence, decode: list[WorkerGroup], prefill: list[WorkerGroup], most: int
     ) -> Placement | None:
-        """Groups of one role lack its adapters, and are to load them. Of two adapters no group may hold both yet."""
-        if not decode and not prefill:
-            return None
+        """Groups of one role lack its adapters, and are to load them."""
         if (adapter := sequence.request.adapter) is not None:
             for group in self._prefill.groups if decode else self._decode.groups:
                 group.adapters.want(adapter)
@@ -169,7 +166,7 @@ class RoleRouter:
         """The cheapest group where other sequences of the request run; None if there is none that has room."""
         siblings = [self._by_worker[worker] for worker in sibling_groups(sequence) if worker in self._by_worker]
         if sequence.request.adapters:
-            siblings = [group for group in siblings if group.lacking(sequence.request) is None]
+            siblings = [group for group in siblings if group.holds(sequence.request)]
         found = (self._placement(group, sequence, is_sibling=True) for group in siblings)
         return min((one for one in found if one is not None), key=lambda one: one.price, default=None)
 
@@ -207,15 +204,13 @@ class RoleRouter:
         """Its first block's hash, and groups to decode and to compute it, which hold its adapters."""
         request = sequence.request
         decode, prefill = self._decode.some(request), self._prefill.some(request)
-        if not decode and not prefill:
-            return None, decode, prefill
         first = (decode or prefill)[0].kv_cache.first_hash(sequence)
         known = dict(self._recent.get(first, {})) if first is not None else {}
         if (asked := sequence.request.transfer_params) is not None and asked.source is not None:
             known[asked.source] = None
         for worker in known:
             group = self._by_worker.get(worker)
-            if group is not None and request.adapters and group.lacking(request) is not None:
+            if group is not None and request.adapters and not group.holds(request):
                 continue
             if group is not None and group.geometry.kv_role is not KVRole.PREFILL and group not in decode:
                 decode.append(group)
