@@ -162,6 +162,7 @@ class AdapterLoads:
         wanted = self._waits.wanted(now)
         for wait in [one for one in self._waits.deferred if self._groups and self._is_refused_everywhere(one.beside)]:
             self._fail_all(wait)
+            wanted = self._waits.wanted(now)  # what it waited for is not read again for nobody
         for adapter in [one for one in self._waits.released if not self._registry.is_used(one)]:
             self._waits.on_started(adapter)
         since = wanted | self._waits.released
