@@ -6,11 +6,12 @@ With many groups only some are compared for each sequence: the next few of each 
 the last sequence that began alike was sent.
 
 A sequence with an adapter goes to a pair of groups that both hold it. If no group of one role does, it waits while one
-is loading the adapter; if none is, it runs in one group, and the groups of the other role are to load the adapter.
+is loading the adapter; if none is, it runs in one group, and the groups of the other role are to load the adapter. If
+the groups that hold it have no room, others pass it by in other groups alone.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
 from blockyard.services.scheduler.admission.model_limits import exchange
@@ -40,16 +41,20 @@ class RoleGroups:
     groups: list[WorkerGroup] = field(default_factory=list)
     _next: int = 0
 
-    def some(self, request: Request) -> list[WorkerGroup]:
-        """With adapters: of those that hold them, first those in which a LoRA adapter has a place."""
+    def some(self, request: Request, closed: Container[int]) -> list[WorkerGroup]:
+        """With adapters: of those that hold them, first those in which a LoRA adapter has a place.
+
+        closed: workers of groups that are not compared.
+        """
+        groups = [group for group in self.groups if group.worker not in closed] if closed else self.groups
         if request.adapters:
-            holders = [group for group in self.groups if group.holds(request)]
+            holders = [group for group in groups if group.holds(request)]
             return sorted(holders, key=lambda group: place_cost(group, request.adapter))[:NUM_COMPARED]
-        num = len(self.groups)
+        num = len(groups)
         if num <= NUM_COMPARED:
-            return self.groups.copy()
-        first, self._next = self._next, (self._next + NUM_COMPARED) % num
-        return [self.groups[i % num] for i in range(first, first + NUM_COMPARED)]
+            return groups.copy()
+        first, self._next = self._next % num, (self._next + NUM_COMPARED) % num
+        return [groups[i % num] for i in range(first, first + NUM_COMPARED)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,7 @@ class RoleRouter:
         self._prefill, self._decode = RoleGroups(), RoleGroups()
         self._recent: OrderedDict[bytes, dict[int, None]] = OrderedDict()  # workers by the first block of a sequence
         self._by_worker: dict[int, WorkerGroup] = {}
+        self._closed: set[int] = set()  # workers of groups that take nothing more in this round
 
     def set_groups(self, groups: Iterable[WorkerGroup]) -> None:
         """Called when a group was attached or detached. Without a group of one role, the others serve as both."""
@@ -96,6 +102,16 @@ class RoleRouter:
         self.is_active = len(roles) > 1
         self._prefill = RoleGroups([group for group in every if group.geometry.kv_role is not KVRole.DECODE])
         self._decode = RoleGroups([group for group in every if group.geometry.kv_role is not KVRole.PREFILL])
+
+    def begin_round(self) -> None:
+        """All groups may take sequences."""
+        self._closed.clear()
+
+    def close(self, request: Request) -> list[WorkerGroup]:
+        """The groups that hold a request's adapters have no room for it, and take nothing behind it in this round.
+        Returns the groups that are left."""
+        self._closed.update(worker for worker, group in self._by_worker.items() if group.holds(request))
+        return [group for worker, group in self._by_worker.items() if worker not in self._closed]
 
     def lacking(self, adapters: Adapters) -> int | None:
         """The adapter that sequences with these wait for. None: `place` may be asked, because groups of both roles hold
@@ -120,6 +136,8 @@ class RoleRouter:
         request = sequence.request
         most = request.num_prompt + request.frame.sampling.max_tokens  # tokens, if its groups are long enough
         first, decode, prefill = self._candidates(sequence)
+        if self._closed and not (decode and prefill):
+            return None
         if request.adapters and not (decode and prefill):
             return self._remember(first, self._place_in_one(sequence, decode, prefill, most))
         longest = max(group.max_model_len for group in [*decode, *prefill])
@@ -164,7 +182,8 @@ class RoleRouter:
 
     def _place_beside(self, sequence: Sequence) -> Placement | None:
         """The cheapest group where other sequences of the request run; None if there is none that has room."""
-        siblings = [self._by_worker[worker] for worker in sibling_groups(sequence) if worker in self._by_worker]
+        near = sibling_groups(sequence) - self._closed
+        siblings = [self._by_worker[worker] for worker in near if worker in self._by_worker]
         if sequence.request.adapters:
             siblings = [group for group in siblings if group.holds(sequence.request)]
         found = (self._placement(group, sequence, is_sibling=True) for group in siblings)
@@ -203,14 +222,16 @@ class RoleRouter:
     def _candidates(self, sequence: Sequence) -> tuple[bytes | None, list[WorkerGroup], list[WorkerGroup]]:
         """Its first block's hash, and groups to decode and to compute it, which hold its adapters."""
         request = sequence.request
-        decode, prefill = self._decode.some(request), self._prefill.some(request)
+        decode, prefill = self._decode.some(request, self._closed), self._prefill.some(request, self._closed)
+        if not decode and not prefill:
+            return None, decode, prefill
         first = (decode or prefill)[0].kv_cache.first_hash(sequence)
         known = dict(self._recent.get(first, {})) if first is not None else {}
         if (asked := sequence.request.transfer_params) is not None and asked.source is not None:
             known[asked.source] = None
         for worker in known:
             group = self._by_worker.get(worker)
-            if group is not None and request.adapters and not group.holds(request):
+            if worker in self._closed or (group is not None and request.adapters and not group.holds(request)):
                 continue
             if group is not None and group.geometry.kv_role is not KVRole.PREFILL and group not in decode:
                 decode.append(group)

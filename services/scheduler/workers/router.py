@@ -96,11 +96,9 @@ class Router:
         queues = [queue for group in self._groups.values() if not (queue := self._queue_of(group)).is_full]
         while queues and (sequence := self._next()) is not None:
             best = self._best(queues, sequence)
-            if best is None and (adapters := sequence.request.adapters):
+            if best is None and sequence.request.adapters:
                 queues = [queue for queue in queues if not queue.group.holds(sequence.request)]
-                lacking = first_lacking(adapters, [queue.group for queue in queues])
-                assert lacking is not None, "none of these groups holds them"
-                self._adapter_waits.defer(sequence, lacking)
+                self._set_aside(sequence, [queue.group for queue in queues])
                 continue
             if best is None:
                 break
@@ -113,10 +111,23 @@ class Router:
 
     def _route_to_roles(self) -> list[WorkerGroup]:
         chosen: list[WorkerGroup] = []
-        while (sequence := self._next()) is not None and (placement := self.roles.place(sequence)) is not None:
-            self._add(placement.queue, sequence, placement.num_tokens, placement.num_blocks)
-            chosen.append(placement.queue.group)
+        self.roles.begin_round()
+        while (sequence := self._next()) is not None:
+            placement, adapters = self.roles.place(sequence), sequence.request.adapters
+            if placement is not None:
+                self._add(placement.queue, sequence, placement.num_tokens, placement.num_blocks)
+                chosen.append(placement.queue.group)
+            elif adapters and (left := self.roles.close(sequence.request)):
+                self._set_aside(sequence, left)
+            else:
+                break
         return chosen
+
+    def _set_aside(self, sequence: Sequence, left: list[WorkerGroup]) -> None:
+        """The groups with its adapters have no room for a sequence. Others may go to the groups that are left."""
+        lacking = first_lacking(sequence.request.adapters, left)
+        assert lacking is not None, "none of these groups holds its adapters"
+        self._adapter_waits.defer(sequence, lacking)
 
     def next(self, group: WorkerGroup) -> Sequence | None:
         """The next sequence for this group: from its queue, else from the waiting queue."""
