@@ -111,7 +111,7 @@ def find_folder(path: str, lora_dir: str, field: str = "lora_path") -> Path:
     if not lora_dir:
         raise RequestError("this server loads no adapters by request: --lora-dir names their folder", field)
     if not path or len(path) > MAX_PATH_CHARS or "\0" in path:
-        raise RequestError(f"{field} has 1 to {MAX_PATH_CHARS} characters, got {len(path)}", field)
+        raise RequestError(f"{field} has 1 to {MAX_PATH_CHARS} characters other than NUL, got {len(path)}", field)
     try:
         base = Path(lora_dir).expanduser().resolve()
         folder = (base / Path(path).expanduser()).resolve()

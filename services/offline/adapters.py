@@ -52,6 +52,9 @@ def read_adapters(
     """Returns the adapters of each prompt, loaded. Raises RequestError."""
     of_lora = _each(LoRARequest, f"{LORA}_request", lora, num_prompts)
     of_prompts = _each(PromptAdapterRequest, f"{PROMPT}_request", prompt, num_prompts)
+    named = [(LORA, one.lora_name, one.lora_path) for one in of_lora if one is not None]
+    named += [(PROMPT, one.prompt_adapter_name, one.prompt_adapter_local_path) for one in of_prompts if one is not None]
+    _check_names(named)
     loaded: dict[LoRARequest | PromptAdapterRequest, AdapterCard] = {}
     for one in dict.fromkeys(one for one in of_lora if one is not None):
         loaded[one] = _load(session, LORA, one.lora_name, one.lora_path, "lora_path")
@@ -67,6 +70,25 @@ def _check(kind: str, name: str, id_field: str, number: int) -> None:
         raise RequestError(f"{kind}_name is empty", f"{kind}_request")
     if number < 1:
         raise RequestError(f"{id_field} must be at least 1, got {number}", f"{kind}_request")
+
+
+def _check_names(named: Sequence[tuple[str, str, str]]) -> None:
+    """Raises RequestError if a name is that of two adapters: the last one would be loaded in place of the others.
+
+    named: kind, name and path of each; an empty path is that of the adapter which has the name.
+    """
+    kinds: dict[str, str] = {}
+    folders: dict[str, str] = {}
+    for kind, name, path in dict.fromkeys(named):
+        if kinds.setdefault(name, kind) != kind:
+            raise RequestError(f"{name!r} is the name of a LoRA adapter and of a prompt adapter", f"{kind}_request")
+        folder = _folder(path)
+        if folder and (other := folders.setdefault(name, folder)) != folder:
+            raise RequestError(f"{name!r} is the name of two adapters, {other} and {folder}", f"{kind}_request")
+
+
+def _folder(path: str) -> str:
+    return str(Path(path).expanduser().resolve()) if path else ""
 
 
 def _each(
@@ -85,7 +107,7 @@ def _each(
 
 def _load(session: Session, kind: str, name: str, path: str, path_field: str) -> AdapterCard:
     model, field, is_prompt = session.card.names[0], f"{kind}_request", kind == PROMPT
-    folder = str(Path(path).expanduser().resolve()) if path else ""
+    folder = _folder(path)
 
     async def load(client: RingClient) -> AdapterCard:
         found = _named(client, model, name)

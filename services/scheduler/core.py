@@ -386,7 +386,7 @@ class Scheduler:
         are built, and pass them over again, could go on for ever.
         """
         if self.adapter_waits.deferred:
-            self.adapter_waits.release(self.router.may_start)
+            self.adapter_waits.release(self.router.lacking)
         if self.quarantine.probations:  # a quarantined request could wait behind others in the queue of a group
             self.router.requeue_all()
             self.worker_groups.mark_all_dirty()

@@ -80,7 +80,10 @@ def read_tensors(path: Path, content: bytes) -> Mapping[str, Tensor]:
         raise AdapterError(f"{path} cannot be read by torch.load: {first_line(e)}") from e
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
         raise AdapterError(f"{path} has to be a dictionary of tensors")
-    return {str(name): value.contiguous() for name, value in found.items()}
+    try:
+        return {str(name): value.contiguous() for name, value in found.items()}
+    except RuntimeError as e:  # a sparse one, or a view that repeats few values
+        raise AdapterError(f"{path} has a tensor that is no plain matrix: {first_line(e)}") from e
 
 
 def first_line(error: Exception) -> str:

@@ -38,6 +38,7 @@ EXPERTS = "experts"  # last part of the name of a stack
 STACK_SUFFIX = ".base_layer"  # of a module of which PEFT adapts two parameters
 STACKED = ("gate_up_proj", "down_proj")  # names of parameters that are stacks of experts
 MAX_NAMED = 5  # tensors in one message
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(slots=True)
@@ -92,7 +93,7 @@ def group_tensors(config: AdapterConfig, tensors: Mapping[str, Tensor], *, with_
             continue
         if field in ("bias", "b_bias") and not with_bias:
             raise AdapterError(f"the adapter has biases, such as {name}: --enable-lora-bias serves such adapters")
-        if not value.is_floating_point():
+        if value.dtype not in DTYPES:
             raise AdapterError(f"{name} has the dtype {value.dtype}")
         if not is_finite(value):
             raise AdapterError(f"{name} has values that are not finite")

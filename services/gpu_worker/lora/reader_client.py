@@ -1,6 +1,7 @@
 """The worker's end of its reader process: asks for adapters, and starts the process again when it has ended."""
 
 import logging
+import signal
 from typing import Protocol
 
 import msgspec
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 MOST_DEATHS = 3  # an adapter whose reader ended so often is refused
 MOST_THREADS = 4
 CORES_OF_THREAD = 4  # steps and other processes come first
+MOST_CPU_S = 30  # of an adapter; matrices of gigabytes take a few
 
 
 class AdapterReader(Protocol):
@@ -60,7 +62,9 @@ class ReaderProcess:
             of_prompts = PromptSettings(prompts.max_tokens, prompts.width, str(prompts.dtype).removeprefix("torch."))
         targets = list(limits.target_modules)
         self._settings = ReaderSettings(
-            dtype, limits.max_rank, limits.with_bias, targets, of_prompts, limits.tokenizer_path, reader_threads()
+            *(dtype, limits.max_rank, limits.with_bias, targets, of_prompts, limits.tokenizer_path),
+            reader_threads(),
+            MOST_CPU_S,
         )
         self._asked: dict[int, ReadFolder] = {}  # by job, in order: a process with one thread reads the first
         self._deaths: dict[int, int] = {}  # by job
@@ -137,7 +141,9 @@ class ReaderProcess:
         if self._asked:
             asked = next(iter(self._asked.values()))
             self._deaths[asked.job] = deaths = self._deaths.get(asked.job, 0) + 1
-            if deaths >= MOST_DEATHS:
+            if status == -signal.SIGXCPU and self._settings.threads == 1:  # such as a pattern that is matched for ever
+                self._refuse(asked.job, f"{asked.path}: it cannot be read in {self._settings.cpu_s} s of CPU time")
+            elif deaths >= MOST_DEATHS:
                 self._refuse(asked.job, f"{asked.path}: the process that reads it has ended {deaths} times")
         self._settings = msgspec.structs.replace(self._settings, threads=1)
         self._use(start_child(ADAPTER_READER))

@@ -34,6 +34,7 @@ class ReaderSettings(ControlFrame, frozen=True):
     prompts: PromptSettings | None = None  # None: no prompt adapter is read
     tokenizer_path: str = ""  # of the model's tokenizer; empty: those of adapters are not read
     threads: int = 1  # that read folders
+    cpu_s: int = 30  # after so much CPU time without an answer the process is ended
 
 
 class ReadFolder(ControlFrame, frozen=True):

@@ -8,11 +8,13 @@ threads read a folder each: files, digests, copies and conversions hold no lock 
 import contextlib
 import logging
 import os
+import resource
 import select
 import signal
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -59,6 +61,7 @@ def serve(frames: FrameSocket[ToReader]) -> None:
     """Answers until the worker has closed the socket."""
     threads = ReaderThreads()
     while frames.is_open:
+        threads.limit_cpu_time()
         sock = frames.sock.fileno()
         select.select([sock, threads.wakes], [sock] if frames.has_unsent else [], [])
         for frame in frames.receive():
@@ -79,13 +82,22 @@ class ReaderThreads:
         self.wakes = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable when `take` has something
         self._asked: SimpleQueue[ReadFolder] = SimpleQueue()
         self._answers: SimpleQueue[FromReader] = SimpleQueue()
+        self._cpu_s = 0  # 0: there are no settings yet
 
     def start(self, settings: ReaderSettings) -> None:
         """Call it before the first `ask`."""
+        self._cpu_s = settings.cpu_s
         check = TokenizerCheck(settings.tokenizer_path) if settings.tokenizer_path else None
         columns = limits_of(settings), prompt_limits_of(settings), check
         for _ in range(settings.threads):
             threading.Thread(target=self._read, args=columns, daemon=True).start()
+
+    def limit_cpu_time(self) -> None:
+        """From here on, for all threads: the pattern of a config may hold the lock of the interpreter for ever."""
+        if self._cpu_s:
+            _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+            soft = int(time.process_time()) + self._cpu_s
+            resource.setrlimit(resource.RLIMIT_CPU, (soft if hard < 0 else min(soft, hard), hard))
 
     def ask(self, folder: ReadFolder) -> None:
         self._asked.put(folder)

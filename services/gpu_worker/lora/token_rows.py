@@ -115,9 +115,10 @@ class TokenTargets:
                     raise AdapterError(f"the adapter has rows of its own for {module.name}, which has a bias")
                 head_rows = self._rows(module, config, dtype, most, self._head)
             else:
+                served = "of the head" if self._embedding is None else "of embedding and head"
                 raise AdapterError(
-                    f"the adapter has a matrix of its own for {module.name}: only those of embedding and head are "
-                    "served beside linear layers; merge it into its base"
+                    f"the adapter has a matrix of its own for {module.name}: only those {served} are served here "
+                    "beside linear layers; merge it into its base"
                 )
         deltas = TokenDeltas(embedding, head_rows, self._head_layer)
         if added is not None and self._embedding is not None:

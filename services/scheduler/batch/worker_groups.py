@@ -110,17 +110,19 @@ class WorkerGroup:
         """Spare slots are for online sequences: one that preempts a batch line needs its own slot at once."""
         return self.can_schedule and self.slots.num_free > self._num_spare_slots
 
-    def lacking(self, request: Request) -> int | None:
-        """An adapter with which sequences of a request may not start here now; None: they may."""
-        if request.adapter is not None and not self.adapters.can_start(request.adapter):
-            return request.adapter
-        if request.prompt_adapter is not None and not self.prompts.can_start(request.prompt_adapter):
-            return request.prompt_adapter
-        return None
+    def holds(self, request: Request) -> bool:
+        """Whether sequences of a request may start here now, as far as its adapters are concerned."""
+        return (request.adapter is None or self.adapters.can_start(request.adapter)) and (
+            request.prompt_adapter is None or self.prompts.can_start(request.prompt_adapter)
+        )
 
     def can_start(self, adapter: int) -> bool:
         """Whether sequences with an adapter, of either kind, may start here now."""
         return self.adapters.can_start(adapter) or self.prompts.can_start(adapter)
+
+    def is_loading(self, adapter: int) -> bool:
+        """Whether the worker will have an adapter, of either kind, soon."""
+        return self.adapters.is_loading(adapter) or self.prompts.is_loading(adapter)
 
     def schedule(self, sequence: Sequence, num_blocks: int, found: PrefixMatch) -> RunningSequence:
         """Starts a sequence with the blocks found and `num_blocks` more. The caller has checked that they are free."""

@@ -12,7 +12,7 @@ from blockyard.services.scheduler.lifecycle.parallel_sampling import ParallelSam
 from blockyard.services.scheduler.planning.fair_step_limiter import FairStepLimiter
 from blockyard.services.scheduler.planning.partial_prefill_limits import LongPrefills, PartialPrefills
 from blockyard.services.scheduler.planning.prefill_delay import PrefillDelay
-from blockyard.services.scheduler.queue.adapter_waits import AdapterWaits
+from blockyard.services.scheduler.queue.adapter_waits import AdapterWaits, first_lacking
 from blockyard.services.scheduler.queue.policy import BATCH_CLASS
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import QueueAmount, RunningSequence, Sequence
@@ -82,7 +82,7 @@ class PrefillPlanner:
         make room, none is preempted.
         """
         running, rank = group.running, self._policy.key(sequence)[0]
-        if group.lacking(sequence.request) is not None:
+        if not group.holds(sequence.request):
             return  # it is passed over
         if not running or not self._policy.preemptible_by(running[-1].sequence, rank):
             return
@@ -224,7 +224,7 @@ class PrefillPlanner:
 
     def _waits_for_adapter(self, group: WorkerGroup, sequence: Sequence) -> bool:
         """Sets a sequence aside until its adapters may start."""
-        lacking = group.lacking(sequence.request)
+        lacking = first_lacking(sequence.request.adapters, [group])
         if lacking is None:
             return False
         self._adapter_waits.defer(sequence, lacking)

@@ -100,9 +100,9 @@ class Request:
     added_tokens: list[AddedToken] = field(default_factory=list)  # ... and their texts, for the detokenizer
 
     @property
-    def adapters(self) -> list[int]:
-        """Numbers of its adapters."""
-        return [one for one in (self.adapter, self.prompt_adapter) if one is not None]
+    def adapters(self) -> tuple[int, ...]:
+        """Numbers of its adapters, in the order of `adapter_waits.first_lacking`."""
+        return tuple(one for one in (self.prompt_adapter, self.adapter) if one is not None)
 
     @property
     def has_fixed_length(self) -> bool:

@@ -74,7 +74,7 @@ class Handovers:
         Returns False if the target has no room.
         """
         adapter = sequence.request.adapter
-        if target.lacking(sequence.request) is not None:
+        if not target.holds(sequence.request):
             return False
         missing, cached = target.kv_cache.missing_blocks(sequence, sequence.num_tokens)
         pool = target.kv_cache.blocks

@@ -11,7 +11,7 @@ from blockyard.services.scheduler.admission.request_handler import RequestHandle
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup, WorkerGroups
 from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox
-from blockyard.services.scheduler.queue.adapter_waits import AdapterWaits
+from blockyard.services.scheduler.queue.adapter_waits import Adapters, AdapterWaits, Wait
 from blockyard.shared.config.services.lora import AdapterSettings
 from blockyard.shared.errors import LoadError
 from blockyard.shared.messages import (
@@ -160,13 +160,18 @@ class AdapterLoads:
             return
         self._is_dirty = False
         wanted = self._waits.wanted(now)
-        for adapter in [one for one in wanted if self._groups and self._is_refused_everywhere(one)]:
-            self._fail_all(adapter)
+        for wait in [one for one in self._waits.deferred if self._groups and self._is_refused_everywhere(one.beside)]:
+            self._fail_all(wait)
+            wanted = self._waits.wanted(now)  # what it waited for is not read again for nobody
         for adapter in [one for one in self._waits.released if not self._registry.is_used(one)]:
             self._waits.on_started(adapter)
         since = wanted | self._waits.released
         waiting = sorted(since, key=lambda one: (since[one], one))  # the same order in each step
-        overdue = [one for one in waiting if one in wanted and now - since[one] >= self._max_wait_s]
+        overdue = [
+            one
+            for one in waiting
+            if one in wanted and now - since[one] >= self._max_wait_s and not self._registry.all[one].is_prompt
+        ]
         for worker, group in self._groups.items():
             for adapter in wanted:
                 _holder(group, self._registry.all[adapter]).want(adapter)
@@ -192,18 +197,29 @@ class AdapterLoads:
             columns = (self._scheduler, number, adapter.name, adapter.path, adapter.is_prompt)
             self._outbox.send(worker, LoadAdapter(*columns))
 
-    def _is_refused_everywhere(self, adapter: int) -> bool:
-        one = self._registry.all[adapter]
-        return all(_holder(group, one).is_refused(adapter) for group in self._groups.values())
+    def _is_refused_everywhere(self, numbers: Adapters) -> bool:
+        """Whether each group refuses one of these adapters."""
+        adapters = [self._registry.all[number] for number in numbers]
+        return all(
+            any(_holder(group, one).is_refused(one.number) for one in adapters) for group in self._groups.values()
+        )
 
-    def _fail_all(self, adapter: int) -> None:
-        """No worker could read an adapter that sequences wait for. The next request for it tries again."""
-        one = self._registry.all[adapter]
-        refusal = Refusal(400, "model", f"no worker can read the adapter {one.name!r}: {one.error or NOT_SERVED}")
-        for request in {sequence.request.id: sequence.request for sequence in self._waits.sequences(adapter)}.values():
+    def _fail_all(self, wait: Wait) -> None:
+        """No worker could read what sequences wait for. An adapter that none could read is tried again for the next
+        request."""
+        adapters = [self._registry.all[number] for number in wait.beside]
+        unread = [one for one in adapters if self._is_refused_everywhere((one.number,))]
+        if unread:
+            cause = unread[0].error or (NO_PROMPTS if unread[0].is_prompt else NOT_SERVED)
+            refusal = Refusal(400, "model", f"no worker can read the adapter {unread[0].name!r}: {cause}")
+        else:
+            names = " and ".join(repr(one.name) for one in adapters)
+            refusal = Refusal(400, "model", f"no worker can read both of the adapters {names}")
+        for request in {sequence.request.id: sequence.request for sequence in self._waits.sequences(wait)}.values():
             self._requests.end_unservable(request, refusal)
-        for group in self._groups.values():
-            _holder(group, one).retry(adapter)
+        for one in unread:
+            for group in self._groups.values():
+                _holder(group, one).retry(one.number)
 
     # operators
 
@@ -293,6 +309,8 @@ class AdapterLoads:
             else:
                 self._registry.serve(adapter)
                 self._model_limits.update_adapters()
+                for group in self._groups.values() if adapter.is_prompt else ():  # all hold it, also those not asked
+                    group.prompts.want(adapter.number)
                 log.info("adapter %s is served: %s", adapter.name, adapter.path)
             if load.gateway is not None:
                 status = 400 if load.error else 200

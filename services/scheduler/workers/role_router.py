@@ -6,15 +6,17 @@ With many groups only some are compared for each sequence: the next few of each 
 the last sequence that began alike was sent.
 
 A sequence with an adapter goes to a pair of groups that both hold it. If no group of one role does, it waits while one
-is loading the adapter; if none is, it runs in one group, and the groups of the other role are to load the adapter.
+is loading the adapter; if none is, it runs in one group, and the groups of the other role are to load the adapter. If
+the groups that hold it have no room, others pass it by in other groups alone.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
 from blockyard.services.scheduler.admission.model_limits import exchange
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
+from blockyard.services.scheduler.queue.adapter_waits import Adapters, first_lacking
 from blockyard.services.scheduler.sequences.requests import Request, Sequence
 from blockyard.services.scheduler.transfers.failures import LinkBackoff
 from blockyard.services.scheduler.transfers.handovers import Handovers
@@ -39,16 +41,20 @@ class RoleGroups:
     groups: list[WorkerGroup] = field(default_factory=list)
     _next: int = 0
 
-    def some(self, request: Request) -> list[WorkerGroup]:
-        """With adapters: of those that hold them, first those in which a LoRA adapter has a place."""
+    def some(self, request: Request, closed: Container[int]) -> list[WorkerGroup]:
+        """With adapters: of those that hold them, first those in which a LoRA adapter has a place.
+
+        closed: workers of groups that are not compared.
+        """
+        groups = [group for group in self.groups if group.worker not in closed] if closed else self.groups
         if request.adapters:
-            holders = [group for group in self.groups if group.lacking(request) is None]
+            holders = [group for group in groups if group.holds(request)]
             return sorted(holders, key=lambda group: place_cost(group, request.adapter))[:NUM_COMPARED]
-        num = len(self.groups)
+        num = len(groups)
         if num <= NUM_COMPARED:
-            return self.groups.copy()
-        first, self._next = self._next, (self._next + NUM_COMPARED) % num
-        return [self.groups[i % num] for i in range(first, first + NUM_COMPARED)]
+            return groups.copy()
+        first, self._next = self._next % num, (self._next + NUM_COMPARED) % num
+        return [groups[i % num] for i in range(first, first + NUM_COMPARED)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +70,6 @@ class Placement:
 def _long_enough(groups: list[WorkerGroup], num_tokens: int) -> list[WorkerGroup]:
     """The groups for sequences of so many tokens; all of them if there is none."""
     return [group for group in groups if group.max_model_len >= num_tokens] or groups
-
-
-def _holds(role: RoleGroups, adapter: int) -> bool:
-    return any(group.can_start(adapter) for group in role.groups)
 
 
 def is_pair(source: WorkerGroup, target: WorkerGroup) -> bool:
@@ -90,6 +92,7 @@ class RoleRouter:
         self._prefill, self._decode = RoleGroups(), RoleGroups()
         self._recent: OrderedDict[bytes, dict[int, None]] = OrderedDict()  # workers by the first block of a sequence
         self._by_worker: dict[int, WorkerGroup] = {}
+        self._closed: set[int] = set()  # workers of groups that take nothing more in this round
 
     def set_groups(self, groups: Iterable[WorkerGroup]) -> None:
         """Called when a group was attached or detached. Without a group of one role, the others serve as both."""
@@ -100,20 +103,32 @@ class RoleRouter:
         self._prefill = RoleGroups([group for group in every if group.geometry.kv_role is not KVRole.DECODE])
         self._decode = RoleGroups([group for group in every if group.geometry.kv_role is not KVRole.PREFILL])
 
-    def can_place(self, adapter: int) -> bool:
-        """Whether `place` may be asked for sequences with an adapter: a group holds it, and it is no use to wait."""
-        without = [role for role in (self._prefill, self._decode) if not _holds(role, adapter)]
-        loads = (
-            group.adapters.is_loading(adapter) or group.prompts.is_loading(adapter)
-            for role in without
-            for group in role.groups
-        )
-        return not without or (len(without) == 1 and not any(loads))
+    def begin_round(self) -> None:
+        """All groups may take sequences."""
+        self._closed.clear()
+
+    def close(self, request: Request) -> list[WorkerGroup]:
+        """The groups that hold a request's adapters have no room for it, and take nothing behind it in this round.
+        Returns the groups that are left."""
+        self._closed.update(worker for worker, group in self._by_worker.items() if group.holds(request))
+        return [group for worker, group in self._by_worker.items() if worker not in self._closed]
+
+    def lacking(self, adapters: Adapters) -> int | None:
+        """The adapter that sequences with these wait for. None: `place` may be asked, because groups of both roles hold
+        them, or those of one role, and the other's are not loading what they lack."""
+        of_prefill = first_lacking(adapters, self._prefill.groups)
+        of_decode = first_lacking(adapters, self._decode.groups)
+        if of_prefill is not None and of_decode is not None:
+            return of_prefill
+        lacking, role = (of_decode, self._decode) if of_prefill is None else (of_prefill, self._prefill)
+        if lacking is None or not any(group.is_loading(lacking) for group in role.groups):
+            return None
+        return lacking
 
     def place(self, sequence: Sequence) -> Placement | None:
         """The group that a waiting sequence goes to, with a handover if it is to decode elsewhere; None: no room.
 
-        If it has an adapter, `can_place` was asked.
+        If it has adapters, `lacking` was asked.
         """
         if sequence.handover is not None:
             self._handovers.drop(sequence)
@@ -121,6 +136,8 @@ class RoleRouter:
         request = sequence.request
         most = request.num_prompt + request.frame.sampling.max_tokens  # tokens, if its groups are long enough
         first, decode, prefill = self._candidates(sequence)
+        if self._closed and not (decode and prefill):
+            return None
         if request.adapters and not (decode and prefill):
             return self._remember(first, self._place_in_one(sequence, decode, prefill, most))
         longest = max(group.max_model_len for group in [*decode, *prefill])
@@ -157,9 +174,7 @@ class RoleRouter:
     def _place_in_one(
         self, sequence: Sequence, decode: list[WorkerGroup], prefill: list[WorkerGroup], most: int
     ) -> Placement | None:
-        """Groups of one role lack its adapters, and are to load them. Of two adapters no group may hold both yet."""
-        if not decode and not prefill:
-            return None
+        """Groups of one role lack its adapters, and are to load them."""
         if (adapter := sequence.request.adapter) is not None:
             for group in self._prefill.groups if decode else self._decode.groups:
                 group.adapters.want(adapter)
@@ -167,9 +182,10 @@ class RoleRouter:
 
     def _place_beside(self, sequence: Sequence) -> Placement | None:
         """The cheapest group where other sequences of the request run; None if there is none that has room."""
-        siblings = [self._by_worker[worker] for worker in sibling_groups(sequence) if worker in self._by_worker]
+        near = sibling_groups(sequence) - self._closed
+        siblings = [self._by_worker[worker] for worker in near if worker in self._by_worker]
         if sequence.request.adapters:
-            siblings = [group for group in siblings if group.lacking(sequence.request) is None]
+            siblings = [group for group in siblings if group.holds(sequence.request)]
         found = (self._placement(group, sequence, is_sibling=True) for group in siblings)
         return min((one for one in found if one is not None), key=lambda one: one.price, default=None)
 
@@ -206,7 +222,7 @@ class RoleRouter:
     def _candidates(self, sequence: Sequence) -> tuple[bytes | None, list[WorkerGroup], list[WorkerGroup]]:
         """Its first block's hash, and groups to decode and to compute it, which hold its adapters."""
         request = sequence.request
-        decode, prefill = self._decode.some(request), self._prefill.some(request)
+        decode, prefill = self._decode.some(request, self._closed), self._prefill.some(request, self._closed)
         if not decode and not prefill:
             return None, decode, prefill
         first = (decode or prefill)[0].kv_cache.first_hash(sequence)
@@ -215,7 +231,7 @@ class RoleRouter:
             known[asked.source] = None
         for worker in known:
             group = self._by_worker.get(worker)
-            if group is not None and request.adapters and group.lacking(request) is not None:
+            if worker in self._closed or (group is not None and request.adapters and not group.holds(request)):
                 continue
             if group is not None and group.geometry.kv_role is not KVRole.PREFILL and group not in decode:
                 decode.append(group)

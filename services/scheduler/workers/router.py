@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from blockyard.services.scheduler.admission.request_handler import Acceptance
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixMatch
-from blockyard.services.scheduler.queue.adapter_waits import AdapterWaits
+from blockyard.services.scheduler.queue.adapter_waits import Adapters, AdapterWaits, first_lacking
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import Sequence
 from blockyard.services.scheduler.transfers.failures import LinkBackoff
@@ -63,11 +63,11 @@ class Router:
         self.is_needed = self.is_needed or self.routes
         return had_roles
 
-    def may_start(self, adapter: int) -> bool:
-        """Whether sequences with an adapter may go on, if they wait for nothing but its place."""
+    def lacking(self, adapters: Adapters) -> int | None:
+        """The adapter that sequences with these wait for; None: they need nothing but room."""
         if self.roles.is_active and not self._is_bypassed:
-            return self.roles.can_place(adapter)
-        return any(group.can_start(adapter) for group in self._groups.values())
+            return self.roles.lacking(adapters)
+        return first_lacking(adapters, self._groups.values())
 
     def requeue_all(self) -> None:
         """Empties all group queues into the waiting queue, which groups take sequences from until the next `route`."""
@@ -96,9 +96,9 @@ class Router:
         queues = [queue for group in self._groups.values() if not (queue := self._queue_of(group)).is_full]
         while queues and (sequence := self._next()) is not None:
             best = self._best(queues, sequence)
-            if best is None and (adapters := sequence.request.adapters):
-                self._adapter_waits.defer(sequence, adapters[0])
-                queues = [queue for queue in queues if queue.group.lacking(sequence.request) is not None]
+            if best is None and sequence.request.adapters:
+                queues = [queue for queue in queues if not queue.group.holds(sequence.request)]
+                self._set_aside(sequence, [queue.group for queue in queues])
                 continue
             if best is None:
                 break
@@ -111,24 +111,23 @@ class Router:
 
     def _route_to_roles(self) -> list[WorkerGroup]:
         chosen: list[WorkerGroup] = []
+        self.roles.begin_round()
         while (sequence := self._next()) is not None:
-            placement = self.roles.place(sequence)
+            placement, adapters = self.roles.place(sequence), sequence.request.adapters
             if placement is not None:
                 self._add(placement.queue, sequence, placement.num_tokens, placement.num_blocks)
                 chosen.append(placement.queue.group)
-            elif (lacking := self._lacking_beside(sequence)) is not None:
-                self._adapter_waits.defer(sequence, lacking)
+            elif adapters and (left := self.roles.close(sequence.request)):
+                self._set_aside(sequence, left)
             else:
                 break
         return chosen
 
-    def _lacking_beside(self, sequence: Sequence) -> int | None:
-        """An adapter that groups are to load beside another one: each is held, and no group holds all of the request.
-        None: a group does."""
-        request = sequence.request
-        if not request.adapters or any(group.lacking(request) is None for group in self._groups.values()):
-            return None
-        return request.adapters[-1]
+    def _set_aside(self, sequence: Sequence, left: list[WorkerGroup]) -> None:
+        """The groups with its adapters have no room for a sequence. Others may go to the groups that are left."""
+        lacking = first_lacking(sequence.request.adapters, left)
+        assert lacking is not None, "none of these groups holds its adapters"
+        self._adapter_waits.defer(sequence, lacking)
 
     def next(self, group: WorkerGroup) -> Sequence | None:
         """The next sequence for this group: from its queue, else from the waiting queue."""
@@ -172,8 +171,7 @@ class Router:
         """The next waiting sequence, if it may be scheduled now. Skips sequences if no group has their adapter."""
         sequence = self._waiting.peek()
         while sequence is not None and (adapters := sequence.request.adapters):
-            lacking = next((adapter for adapter in adapters if not self.may_start(adapter)), None)
-            if lacking is None:
+            if (lacking := self.lacking(adapters)) is None:
                 break
             self._adapter_waits.defer(sequence, lacking)
             sequence = self._waiting.peek()
@@ -198,7 +196,7 @@ class Router:
         own = max(1, known - sequence.request.num_prompt)  # tokens that other sequences of the request do not compute
         request = sequence.request
         for queue in queues:
-            if request.adapters and queue.group.lacking(request) is not None:
+            if request.adapters and not queue.group.holds(request):
                 continue
             pool = queue.group.kv_cache.blocks
             if pool.block_size != size:

@@ -69,3 +69,17 @@ def test_what_is_refused_by_name(llm: LLM) -> None:
         PromptAdapterRequest("a", 0)
     with pytest.raises(RequestError, match="prompt_adapter_name is empty"):
         PromptAdapterRequest("")
+
+
+def test_a_name_is_one_adapter_in_a_call(llm: LLM) -> None:
+    """Otherwise the adapter that is loaded last would answer for all of them."""
+    prompts = [{"prompt_token_ids": IDS}] * 2
+    other = [LORA, LoRARequest("sql", 2, "/other")]
+    with pytest.raises(RequestError, match="'sql' is the name of two adapters, /sql and /other"):
+        llm.generate(prompts, PARAMS, use_tqdm=False, lora_request=other)
+    both = {"lora_request": LoRARequest("tuned", 1, "/tuned"), "prompt_adapter_request": PROMPT}
+    with pytest.raises(RequestError, match="'tuned' is the name of a LoRA adapter and of a prompt adapter"):
+        llm.generate(prompts, PARAMS, use_tqdm=False, **both)
+    same = [LORA, LoRARequest("sql", 2, "/x/../sql")]
+    assert len(llm.generate(prompts, PARAMS, use_tqdm=False, lora_request=same)) == 2
+    assert ids(llm, lora_request=LoRARequest("sql", 3, "/other")), "another call may replace it"

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from blockyard.services.gpu_worker.attention.choice import check_head_sizes
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.execution.cuda.device_masks import SlotMasks
 from blockyard.services.gpu_worker.execution.cuda.device_ops import DeviceOps
+from blockyard.services.gpu_worker.execution.cuda.graph_pool import GraphPool
 from blockyard.services.gpu_worker.execution.cuda.stored_layers import LayerRecorder
 from blockyard.services.gpu_worker.execution.device_slots import SLOTS, DeviceSlots
 from blockyard.services.gpu_worker.execution.pinned_ring import PinnedRing
@@ -145,7 +146,7 @@ class DecodeSteps:
             self._sizes += [replace(size, is_adapted=True) for size in self._sizes]
         self._graphs: dict[DecodeSize, CapturedGraphs] = {}
         self._missing: list[DecodeSize] = []  # not captured yet
-        self._graph_pool: Any = None
+        self._graph_pool = GraphPool()
         self.capture_error = ""  # why there are no graphs
         self._capture_s, self._graphs_bytes = 0.0, 0
 
@@ -348,14 +349,11 @@ class DecodeSteps:
         for needs_processing in SAMPLE_VARIANTS:
             self._sample(size.rows, output, needs_processing)  # compiles and loads its kernels
         torch.cuda.synchronize(self.pool.device)
-        if not self._graphs:  # torch takes no capture into a pool whose graphs have all been dropped
-            self._graph_pool = torch.cuda.graph_pool_handle()
         forward, samples = torch.cuda.CUDAGraph(), [torch.cuda.CUDAGraph() for _ in SAMPLE_VARIANTS]
-        capture = torch.cuda.graph(forward, pool=self._graph_pool, capture_error_mode="thread_local")
-        with self.capturing(forward) as replay, capture:
+        with self.capturing(forward) as replay, self._graph_pool.capturing(forward):
             output = self._forward(size)
         for needs_processing, sample in zip(SAMPLE_VARIANTS, samples, strict=True):
-            with torch.cuda.graph(sample, pool=self._graph_pool, capture_error_mode="thread_local"):
+            with self._graph_pool.capturing(sample):
                 self._sample(size.rows, output, needs_processing)
         return CapturedGraphs(replay, output, samples)
 

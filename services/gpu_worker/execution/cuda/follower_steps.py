@@ -7,7 +7,6 @@ them. It samples nothing and advances no slot.
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from blockyard.services.gpu_worker.arrays import Words
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.execution.cuda.decode_graphs import begin_adapters
 from blockyard.services.gpu_worker.execution.cuda.device_ops import DeviceOps
+from blockyard.services.gpu_worker.execution.cuda.graph_pool import GraphPool
 from blockyard.services.gpu_worker.execution.device_slots import SLOTS
 from blockyard.services.gpu_worker.execution.ranks.follower import compute_logits
 from blockyard.services.gpu_worker.execution.ranks.slot_changes import ReceivedChanges
@@ -74,7 +74,7 @@ class DeviceFollowerSteps:
         self._changes = ReceivedChanges(ranks, geometry.max_num_seqs, model.table.link, self._write_changes)
         self._hidden = torch.empty(0, 0)  # output of the last forward pass
         self._graphs: dict[int, FollowerGraph] = {}
-        self._graph_pool: Any = None
+        self._graph_pool = GraphPool()
         self._captured: FollowerGraph | None = None  # the graph that is captured
         self._capture = ExitStack()
 
@@ -121,12 +121,9 @@ class DeviceFollowerSteps:
                 raise AssertionError(f"no command of a step on a GPU: {command}")
 
     def _begin(self, key: int) -> None:
-        if not self._graphs:  # torch takes no capture into a pool whose graphs have all been dropped
-            self._graph_pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self._pool.device)
         self._graphs[key] = self._captured = captured = FollowerGraph(torch.cuda.CUDAGraph(), torch.empty(0))
-        capture = torch.cuda.graph(captured.graph, pool=self._graph_pool, capture_error_mode="thread_local")
-        self._capture.enter_context(capture)
+        self._capture.enter_context(self._graph_pool.capturing(captured.graph))
 
     def _forward(self, command: DeviceForward) -> Tensor:
         num_logits, num_sent = max(command.num_logits, 0), command.num_tokens - command.num_gathered

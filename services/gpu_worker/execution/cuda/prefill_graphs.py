@@ -5,12 +5,10 @@ on the device, which each step rewrites. Sizes are captured at the start and in 
 missed: see `prefill_sizes`. None is captured beside steps, because streams would wait for it.
 """
 
-import contextlib
 import logging
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +20,7 @@ from blockyard.services.gpu_worker.execution.cuda.decode_graphs import (
     MirroredReplay,
     Replay,
 )
+from blockyard.services.gpu_worker.execution.cuda.graph_pool import GraphPool
 from blockyard.services.gpu_worker.execution.cuda.prefill_sizes import GraphCost, PrefillGraphSizes
 from blockyard.services.gpu_worker.execution.cuda.prefill_steps import (
     BatchDescriptor,
@@ -153,10 +152,9 @@ class CudaGraphRecorder:
         """layer_words: that the graphs write; None: they do not tell which layers are stored."""
         self._steps, self._device, self._layer_words = steps, steps.pool.device, layer_words
         self._stream = steps.link.stream()
-        self._pool: Any = None  # memory of the graphs, from the first one on
+        self._pool = GraphPool()
 
     def record(self, descriptor: BatchDescriptor) -> CapturedPrefill:
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
         host = torch.empty(sum(descriptor.parts), dtype=torch.int64)
         write_trial(host, descriptor, self._steps.pool.shape.vocab_size)
         words = host.to(self._device)
@@ -172,11 +170,11 @@ class CudaGraphRecorder:
         before = torch.cuda.memory_reserved(self._device)
         forward, samples = torch.cuda.CUDAGraph(), tuple(torch.cuda.CUDAGraph() for _ in SAMPLE_VARIANTS)
         start = time.perf_counter()
-        with self._steps.capturing(forward) as replay, self._recorded(forward):
+        with self._steps.capturing(forward) as replay, self._pool.capturing_on(self._stream, forward):
             sampler_input = step.forward()
             launch_s = time.perf_counter() - start
         for needs_processing, sample in zip(SAMPLE_VARIANTS, samples, strict=True):
-            with self._recorded(sample):
+            with self._pool.capturing_on(self._stream, sample):
                 step.sample(sampler_input, needs_processing)
         num_bytes = torch.cuda.memory_reserved(self._device) - before
         for _ in range(2):  # the first replay uploads the graph
@@ -195,13 +193,3 @@ class CudaGraphRecorder:
         self._steps.clear_rows()
         state, last = self._steps.slots.state, self._steps.ring.step
         state.step.fill_(wrap_int32(last - 1 if descriptor.num_decodes else last))  # gathering rows adds 1
-
-    @contextlib.contextmanager
-    def _recorded(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Captures without emptying the memory cache, as `torch.cuda.graph` would: later steps need that memory."""
-        with self._stream.use():
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                yield
-            finally:
-                graph.capture_end()

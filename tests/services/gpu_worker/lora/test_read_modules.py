@@ -75,9 +75,12 @@ def cut(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def pickled(folder: Path) -> None:
-    (folder / "adapter_model.safetensors").unlink()
-    torch.save({A: Path("x")}, folder / "adapter_model.bin")
+def saved_by_torch(value: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / "adapter_model.safetensors").unlink()
+        torch.save({A: value}, folder / "adapter_model.bin")
+
+    return change
 
 
 NAN = torch.full((4, 64), float("nan"))
@@ -85,7 +88,9 @@ WRONG = [
     (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json"),
     (lambda folder: (folder / "adapter_model.safetensors").unlink(), "neither"),
     (cut, "safetensors"),
-    (pickled, "other objects than tensors"),
+    (saved_by_torch(Path("x")), "other objects than tensors"),
+    (saved_by_torch(torch.eye(4).to_sparse()), "no plain matrix"),
+    (saved_by_torch(torch.zeros(1).expand(4, 1 << 50)), "no plain matrix"),
     (lambda folder: write(folder, r=16), "rank"),
     (lambda folder: write(folder, target_modules=["k_proj"]), "target_modules"),
     (lambda folder: write(folder, target_modules=["q_proj", "k_proj"]), "k_proj"),
@@ -95,6 +100,7 @@ WRONG = [
     (replaced(**{B: torch.ones(96, 4)}), "96"),
     (replaced(**{A: NAN}), "finite"),
     (replaced(**{A: torch.ones(4, 64, dtype=torch.int32)}), "int32"),
+    (replaced(**{A: torch.ones(4, 64).to(torch.float8_e4m3fn)}), "float8_e4m3fn"),
     (replaced(**{f"{PREFIX}.lora_magnitude_vector": torch.ones(64)}), "lora_magnitude_vector"),
     (replaced(**{f"{PREFIX}.lora_B.bias": torch.ones(64)}), "--enable-lora-bias"),
     (replaced(**{A7: torch.ones(4, 64), B7: torch.ones(64, 4)}), "layers.7"),

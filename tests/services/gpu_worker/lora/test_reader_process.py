@@ -1,6 +1,7 @@
 """The process that reads adapters: what it answers, and what its death changes."""
 
 import gc
+import json
 import os
 import shutil
 import signal
@@ -119,6 +120,25 @@ def test_several_folders_are_read_at_a_time_until_one_ends_the_process(
     reader.ask(9, str(folder / "adapter"))
     assert isinstance(answers(reader, 9)[9], ReadModules)
     assert len(list(Path(f"/proc/{reader.process_id}/task").iterdir())) == before - 2
+    reader.close()
+
+
+def test_an_adapter_whose_patterns_are_matched_for_ever_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait for that, and are read."""
+    monkeypatch.setattr(reader_client, "MOST_CPU_S", 1)
+    monkeypatch.setattr(reader_client, "reader_threads", lambda: 2)
+    shutil.copytree(folder / "adapter", tmp_path / "slow")
+    config = json.loads((tmp_path / "slow" / "adapter_config.json").read_text())
+    config |= {"target_modules": "(([a-z0-9_.])*)*!"}
+    (tmp_path / "slow" / "adapter_config.json").write_text(json.dumps(config))
+    reader = ReaderProcess(LIMITS)
+    reader.ask(1, str(tmp_path / "slow"))
+    reader.ask(2, str(folder / "adapter"))
+    found = answers(reader, 1, 2)
+    assert found[1] == f"{tmp_path / 'slow'}: it cannot be read in 1 s of CPU time"
+    assert isinstance(found[2], ReadModules)
     reader.close()
 
 

@@ -120,14 +120,47 @@ def test_two_adapters_of_which_each_group_holds_one() -> None:
     world = make(1, workers=3, roles=(KVRole.BOTH, KVRole.BOTH, KVRole.DECODE), num_adapters=1, num_adapter_places=1)
     registry = world.core.adapters
     lora, prompt = (one.number for one in map(registry.named, ("a0", "p0")) if one is not None)
-    first, second, third = world.core.groups.values()
+    first, _, third = world.core.groups.values()
     first.prompts.forget(prompt)
-    second.prompts.want(prompt)
     third.adapters.want(lora)
     submit(world, "loads them", "")
     check(world)
     submit(world, "both", "p0", adapter="a0")
     submit(world, "plain", "")
+    check(world)
+
+
+@pytest.mark.parametrize("roles", [(KVRole.BOTH,), (KVRole.PREFILL, KVRole.DECODE)])
+def test_two_adapters_of_which_each_group_refuses_one(roles: tuple[KVRole, ...]) -> None:
+    world = make(1, workers=2, roles=roles, num_adapters=1, num_adapter_places=1)
+    lora, prompt = (one.number for one in map(world.core.adapters.named, ("a0", "p0")) if one is not None)
+    first, second = world.core.groups.values()
+    assert second.prompts.can_start(prompt), "all groups hold it once it is served"
+    first.prompts.on_loaded(prompt, is_usable=False)
+    second.adapters.want(lora)
+    second.adapters.take_changes()
+    second.adapters.on_loaded(lora, is_usable=False)
+    both = submit(world, "both", "p0", adapter="a0")
+    alone = [submit(world, "1", "p0"), submit(world, "2", "", adapter="a0"), submit(world, "3", "")]
+    check(world)
+    assert both.refused is not None
+    assert (both.refused.status, both.refused.field) == (400, "model")
+    assert both.refused.message == "no worker can read both of the adapters 'p0' and 'a0'"
+    assert [journal.outputs[0].finish for journal in alone] == [FinishReason.LENGTH] * 3
+
+
+def test_a_prompt_adapter_that_is_waited_for_long_closes_no_place() -> None:
+    world = make(1, num_adapters=1, num_adapter_places=1)
+    [worker], [group] = world.workers.values(), world.core.groups.values()
+    submit(world, "1", "", adapter="a0", max_tokens=20)
+    [prompt] = [one.number for one in world.core.adapters.all.values() if one.is_prompt]
+    group.prompts.forget(prompt)
+    submit(world, "2", "p0")
+    while not world.core.adapter_waits.deferred:
+        world.work(worker)
+    world.now += 60.0
+    world.turn()
+    assert [place.closed_s for place in group.adapters._places] == [None]
     check(world)
 
 

@@ -3,8 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import msgspec
+
+from blockyard.services.gpu_worker.mock.adapters import BROKEN
 from blockyard.services.scheduler.planning.partial_prefill_limits import PartialPrefillLimits
-from blockyard.shared.messages import Beam, BeamStop, Cancel, Control, ControlVerb, MemoryTag, TokenStep
+from blockyard.shared.messages import Beam, BeamStop, Cancel, Control, ControlVerb, LoadAdapter, MemoryTag, TokenStep
 
 from .fakes import FakeGateway, ids_list
 from .world import Shape, World
@@ -84,6 +87,7 @@ class Program:
             self.resubmit,
             self.lose_text,
             self.recover,
+            self.spoil_load,
         ]
 
     def run(self, data: bytes) -> None:
@@ -255,6 +259,19 @@ class Program:
         if worker and b % 3 == 0:
             worker.skip()
             self.world.work(worker)
+
+    def spoil_load(self, a: int, b: int) -> None:
+        """A worker cannot read an adapter that another one has read."""
+        served = {card.name for card in self.world.core.adapters.cards}
+        loads = [
+            (worker, index)
+            for worker in self.world.workers.values()
+            for index, frame in enumerate(worker.inbox)
+            if isinstance(frame, LoadAdapter) and frame.name in served
+        ]
+        if (found := pick(loads, a)) is not None:
+            worker, index = found
+            worker.inbox[index] = msgspec.structs.replace(worker.inbox[index], path=f"/{BROKEN}")
 
     def blink(self, a: int, b: int) -> None:
         member = pick([*self.world.workers, *self.world.detokenizers, *self.world.gateways], a)

@@ -97,3 +97,17 @@ def test_a_group_that_cannot_read_the_adapter_gets_none_of_its_sequences() -> No
     it.finish()
     assert [start.adapter_place is None for start in it.starts(it.target)] == [False, True]
     assert len(it.starts(it.source)) == 3
+
+
+def test_a_request_whose_groups_have_no_room_holds_up_none_for_other_groups() -> None:
+    it = pair(P, D, P, D, max_num_seqs=1)
+    it.submit("1", 9, adapter="a0", max_tokens=30, ignore_eos=True)
+    first = holders(it, "a0")
+    assert len(first) == 2
+    others = [adapters(it, worker) for worker in it.workers if worker not in first]
+    for one in others:
+        one.forget(number(it, "a0"))
+    it.submit("2", 10, adapter="a0")
+    it.submit("3", 11)
+    assert it.sequence("2").phase is Phase.WAITING and it.sequence("3").handover is not None
+    it.finish()

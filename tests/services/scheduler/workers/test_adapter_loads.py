@@ -345,7 +345,11 @@ def test_an_adapter_that_no_worker_can_read_again_ends_its_requests_and_the_next
         world.turn()
     index = next(i for i, frame in enumerate(worker.inbox) if isinstance(frame, LoadAdapter))
     worker.inbox[index] = msgspec.structs.replace(worker.inbox[index], path=f"/{BROKEN}")
+    loads = [one for one in world.sent if isinstance(one.frame, LoadAdapter)]
     world.settle()
+    assert [one for one in world.sent if isinstance(one.frame, LoadAdapter)] == loads, (
+        "nothing is read without a request"
+    )
     detail = f"no worker can read the adapter {name!r}: /broken is broken"
     refused = [one.frame for one in world.sent if isinstance(one.frame, Refused)]
     told = [(one.request_id, one.status, one.field, one.message) for one in refused]
