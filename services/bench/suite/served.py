@@ -8,10 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,7 +23,7 @@ import uvloop
 from blockyard.services.bench.datasets import RandomIds, SampleRequest
 from blockyard.services.bench.load import client, processes
 from blockyard.services.bench.load.client import Endpoint, LoadPlan, LoadRun
-from blockyard.services.bench.load.results import BenchError, RequestResult
+from blockyard.services.bench.load.results import BenchError, RequestResult, decode_chunk
 from blockyard.services.bench.server import find
 from blockyard.shared.messages import Role
 
@@ -92,16 +94,37 @@ class SuiteServer:
 
     def events(self, request: SampleRequest) -> Iterator[float]:
         """Yields the time of each event of a stream as it arrives. Raises BenchError for an error, or OSError."""
+        for _ in self._chunks(_body(request)):
+            yield time.perf_counter()
+
+    def texts(self, requests: Sequence[SampleRequest], at_half: Callable[[], None] | None = None) -> list[str]:
+        """Returns the text of each; all run at once, with seeds of their own.
+
+        at_half: called when the first one has half of its tokens. Raises BenchError or OSError.
+        """
+
+        def read(index: int) -> str:
+            text = ""
+            chunks = self._chunks(_body(requests[index]) | {"temperature": 1.0, "seed": index})
+            for num, chunk in enumerate(chunks, 1):
+                text += "".join(choice.text or "" for choice in decode_chunk(chunk).choices)
+                if at_half is not None and index == 0 and num == requests[0].num_output // 2:
+                    at_half()
+            return text
+
+        with ThreadPoolExecutor(len(requests)) as threads:
+            return list(threads.map(read, range(len(requests))))
+
+    def _chunks(self, body: dict[str, object]) -> Iterator[bytes]:
+        """Yields the JSON of each event of a stream as it arrives. Raises BenchError for an error, or OSError."""
         headers = {"Content-Type": "application/json"}
-        asked = urllib.request.Request(
-            f"{self.url}/v1/completions", msgspec.json.encode(_body(request)), headers=headers
-        )
+        asked = urllib.request.Request(f"{self.url}/v1/completions", msgspec.json.encode(body), headers=headers)
         with urllib.request.urlopen(asked, timeout=READY_S) as answer:
             for line in answer:
                 if line.startswith(b'data: {"error"'):
                     raise BenchError(f"a request failed: {line.decode().strip()}")
                 if line.startswith(b"data: {"):
-                    yield time.perf_counter()
+                    yield line.removeprefix(b"data: ")
 
     def stream(
         self,
@@ -169,8 +192,11 @@ def _body(request: SampleRequest) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def serve(model: Path, flags: Sequence[str], log: Path) -> Iterator[SuiteServer]:
-    """Runs a server of `model` on a free port until the block ends. Raises BenchError if it does not get ready."""
+def serve(model: Path, flags: Sequence[str], log: Path, most_s: float = threading.TIMEOUT_MAX) -> Iterator[SuiteServer]:
+    """Runs a server of `model` on a free port until the block ends. most_s: seconds after which it is killed.
+
+    Raises BenchError if it does not get ready.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
@@ -180,6 +206,9 @@ def serve(model: Path, flags: Sequence[str], log: Path) -> Iterator[SuiteServer]
     with log.open("wb") as out:
         launched_s = time.perf_counter()
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        timer = threading.Timer(min(most_s, threading.TIMEOUT_MAX), process.kill)
+        timer.daemon = True
+        timer.start()
         try:
             _wait_ready(url, process, launched_s, log)
             yield SuiteServer(url, launched_s)
@@ -190,6 +219,7 @@ def serve(model: Path, flags: Sequence[str], log: Path) -> Iterator[SuiteServer]
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            timer.cancel()
 
 
 @dataclass(frozen=True, slots=True)
