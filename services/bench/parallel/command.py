@@ -1,5 +1,6 @@
 """`blockyard bench parallel`: measures one GPU and layouts of several, and prints their table."""
 
+import shlex
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,8 @@ import msgspec
 import blockyard
 from blockyard.services.bench import report
 from blockyard.services.bench.flags import Parser, count, positive
-from blockyard.services.bench.parallel.items import ITEMS
+from blockyard.services.bench.parallel.items import ITEMS, PEER_ITEM
+from blockyard.services.bench.parallel.layouts import PEER_OF
 from blockyard.services.bench.parallel.measures import ParallelSizes
 from blockyard.services.bench.parallel.rows import HEAD, ParallelRow
 from blockyard.services.bench.parallel.run import BenchMachine, ModelRun, TimeLimits
@@ -29,7 +31,8 @@ def main(args: Sequence[str]) -> int:
     """Returns 1 if a figure could not be measured; a missed bar is no error. Raises BlockyardError."""
     options = _parser().parse_intermixed_args(list(args))
     layouts = [name for name in options.layouts.split(",") if name]
-    plans = plans_of(options.model, options.items, layouts, options.stand_in)
+    peer = shlex.split(options.peer)
+    plans = plans_of(options.model, options.items, layouts, options.stand_in, has_peer=bool(peer))
     default = ParallelSizes()
     sizes = ParallelSizes(
         runs=options.runs,
@@ -47,7 +50,7 @@ def main(args: Sequence[str]) -> int:
         logs = options.logs or Path(folder) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         limits = TimeLimits(options.limit, options.each)
-        machine = BenchMachine(sizes, tuple(options.worker_flags.split()), Path(folder), logs, limits)
+        machine = BenchMachine(sizes, tuple(options.worker_flags.split()), Path(folder), logs, limits, peer)
         runs = [ModelRun(machine, plan) for plan in plans]
         print(HEAD, flush=True)
         for row in (row for run in runs for row in run.rows()):
@@ -97,6 +100,13 @@ def _parser() -> Parser:
     add("--requests", type=count, default=default.requests, help="offline: requests (%(default)s)")
     add("--request-len", type=count, default=1000, help="offline: tokens in, and out (%(default)s)")
     add("--worker-flags", default="", help="more flags for each server, as one argument: '--flag value ...'")
+    add(
+        "--peer",
+        metavar="COMMAND",
+        default="",
+        help=f"another server on two GPUs, whose {PEER_ITEM} that of {PEER_OF} is compared with: a command with the"
+        " words {model} and {port}; it serves once /health answers",
+    )
     add("--logs", type=Path, metavar="FOLDER", help="keep the logs of servers there")
     add("--output", metavar="FILE", help="write the report as JSON, after each row")
     return parser

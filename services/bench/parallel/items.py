@@ -13,6 +13,7 @@ from blockyard.services.bench.suite.served import SuiteServer
 from blockyard.shared.errors import ConfigError
 
 SUMS, START, KILL, IDLE, FLOOR, TEXTS = "all-reduce", "start", "kill", "idle", "floor-one", "texts"
+PEER_ITEM = "itl-one"
 ROOM = 64  # tokens of a sequence beside its prompt and its output
 MORE_ROWS = (0, 8, 16)  # of a batch than its even share
 GRAPH_STEP = 128  # between sizes of graphs for requests whose number changes

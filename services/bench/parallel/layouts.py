@@ -35,6 +35,8 @@ class Layout:
 
 
 ONE = Layout("one", (), 1)
+PEER = Layout("peer", (), 2)  # another server, compared with PEER_OF
+PEER_OF = "tp2"
 
 
 def has_gpu() -> bool:

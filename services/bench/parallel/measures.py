@@ -101,6 +101,7 @@ def beside_prompts(served: SuiteServer, sizes: ParallelSizes) -> float:
     asked = PDSizes(
         prompt=sizes.prompt,
         prompts_per_s=1.0,
+        prompt_output=2,  # the second is that of the decode worker
         streams=sizes.beside,
         stream_input=num_input,
         stream_output=num_output,

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from blockyard.services.bench.parallel.items import IDLE, ITEMS, KILL, START, SUMS, TEXTS
-from blockyard.services.bench.parallel.layouts import ONE, Layout
+from blockyard.services.bench.parallel.items import IDLE, ITEMS, KILL, PEER_ITEM, START, SUMS, TEXTS
+from blockyard.services.bench.parallel.layouts import ONE, PEER, PEER_OF, Layout
 from blockyard.shared.messages import SumTime
 
 COLUMNS = ("model", "item", "layout", "measured", "compared with", "ratio", "floor", "bar", "verdict")
@@ -51,6 +51,7 @@ BARS: dict[tuple[str, str], Bar] = {  # by layout and item; those with the base 
     ("apart-tp2", "beside"): Bar(None, 0.33, "dp2tp2"),
     ("apart-tp2", "handover"): Bar(3.4, 5.0, ""),  # ms, of 2.7 GB
 }
+PEER_BAR = Bar(None, 0.9, PEER.name)
 BEST_BARS: dict[tuple[int, str], Bar] = {  # of the best layout of a mixture, by number of GPUs and item
     (2, "itl-one"): Bar(0.5, 0.85),
     (2, "itl-some"): Bar(0.5, 0.66),
@@ -135,6 +136,14 @@ def best_rows(rows: Sequence[ParallelRow], layouts: Sequence[Layout]) -> list[Pa
             one = max(found, key=lambda row: (row.ratio or 0.0) if bar.more else -(row.ratio or 0.0))
             best.append(msgspec.structs.replace(one, layout=f"{one.layout}, the best of {len(found)}", bar=bar))
     return best
+
+
+def peer_row(what: str, values: Mapping[tuple[str, str], float], model: str) -> ParallelRow | None:
+    """Returns the row of PEER_OF to PEER, if both are measured."""
+    ours, theirs = (values.get((name, PEER_ITEM)) for name in (PEER_OF, PEER.name))
+    if ours is None or theirs is None:
+        return None
+    return ParallelRow(model, PEER_ITEM, PEER_OF, what, ours, ITEMS[PEER_ITEM].unit, PEER.name, theirs, PEER_BAR)
 
 
 def sum_rows(layout: str, num_ranks: int, times: Sequence[SumTime], model: str) -> list[ParallelRow]:

@@ -17,6 +17,7 @@ from blockyard.services.bench.parallel.items import (
     IDLE,
     ITEMS,
     KILL,
+    PEER_ITEM,
     START,
     START_FLAGS,
     SUMS,
@@ -25,20 +26,21 @@ from blockyard.services.bench.parallel.items import (
     graph_sizes,
     longest,
 )
-from blockyard.services.bench.parallel.layouts import ONE, Layout, has_gpu
+from blockyard.services.bench.parallel.layouts import ONE, PEER, Layout, has_gpu
 from blockyard.services.bench.parallel.measures import ParallelSizes
 from blockyard.services.bench.parallel.rows import (
     ParallelRow,
     best_rows,
     has_experts,
     idle_share,
+    peer_row,
     read_floor_ms,
     row_of,
     sum_rows,
 )
 from blockyard.services.bench.parallel.tables import ModelPlan
 from blockyard.services.bench.suite import shapes
-from blockyard.services.bench.suite.served import SuiteServer, serve
+from blockyard.services.bench.suite.served import SuiteServer, run_server, serve
 from blockyard.services.launcher.executors import count_gpus
 from blockyard.shared.config.text_part import text_part
 from blockyard.shared.errors import BlockyardError
@@ -66,12 +68,18 @@ class BenchMachine:
     """Runs servers and sums over ranks on this machine, within the limits of time."""
 
     def __init__(
-        self, sizes: ParallelSizes, flags: tuple[str, ...], models: Path, logs: Path, limits: TimeLimits
+        self,
+        sizes: ParallelSizes,
+        flags: tuple[str, ...],
+        models: Path,
+        logs: Path,
+        limits: TimeLimits,
+        peer: Sequence[str] = (),
     ) -> None:
-        """flags: of all servers. models, logs: folders for what is written."""
+        """flags: of all servers. models, logs: folders for what is written. peer: the command of PEER."""
         self.sizes, self.on_gpus = sizes, has_gpu() and "cpu" not in flags
         self.device: DeviceRates | None = None  # None: not measured
-        self._flags, self._models, self._logs, self._limits = flags, models, logs, limits
+        self._flags, self._models, self._logs, self._limits, self._peer = flags, models, logs, limits, peer
 
     def find(self, model: str) -> Path:
         """Raises ConfigError if there is no such model."""
@@ -99,12 +107,16 @@ class BenchMachine:
         self, folder: Path, layout: Layout, start: ServerStart, names: Sequence[str], max_model_len: int
     ) -> contextlib.AbstractContextManager[SuiteServer]:
         """names: items of the layout. Raises BenchError if it does not get ready."""
+        log = self._logs / f"{folder.name}-{layout.name}-{start.value}.log"
+        if layout is PEER:
+            words = [str(folder) if word == "{model}" else word for word in self._peer]
+            print(f"{folder.name}, {layout.name}: {' '.join(words)}", file=sys.stderr, flush=True)
+            return run_server(words, "/health", log, self.of_server_s())
         flags = [*UNCACHED, "--max-model-len", str(max_model_len)]
         if self.on_gpus:
             flags += ["--cudagraph-capture-sizes", ",".join(map(str, graph_sizes(names, layout, self.sizes)))]
         flags += [*layout.flags, *START_FLAGS.get(start, ()), *self._flags]
         print(f"{folder.name}, {layout.name}, {start.value} server: {' '.join(flags)}", file=sys.stderr, flush=True)
-        log = self._logs / f"{folder.name}-{layout.name}-{start.value}.log"
         return serve(folder, flags, log, self.of_server_s())
 
 
@@ -140,6 +152,9 @@ class ModelRun:
                 yield from self._server(layout, start, here, names)
                 if start is ServerStart.FIRST:
                     yield from (self._computed(name, layout) for name in names if name in (FLOOR, IDLE))
+            what = described(PEER_ITEM, self._machine.sizes)
+            if layout is PEER and (row := peer_row(what, self._values, self._name)) is not None:
+                yield self._with_bar(row)
 
     def _sums(self, num_ranks: int, layout: Layout) -> Iterator[ParallelRow]:
         if refusal := self._machine.refusal(layout):
@@ -169,7 +184,7 @@ class ModelRun:
                     pass
             if not refusal:
                 with self._serve(layout, start, names) as served:
-                    if start is ServerStart.FIRST:
+                    if start is ServerStart.FIRST and layout is not PEER:
                         served.complete()
                     while left and not (refusal := self._machine.refusal(layout)):
                         yield self._measured(left[0], layout, served, ends_s)

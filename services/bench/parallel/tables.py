@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from blockyard.services.bench.parallel.items import ITEMS, has_item, read_items
-from blockyard.services.bench.parallel.layouts import Layout, read_layout
+from blockyard.services.bench.parallel.items import ITEMS, PEER_ITEM, has_item, read_items
+from blockyard.services.bench.parallel.layouts import PEER, PEER_OF, Layout, read_layout
 from blockyard.shared.errors import ConfigError
 
 LAYOUTS = ("one", "tp2", "pp2", "ep2", "dp2ep2")  # of a model that is named
@@ -78,24 +78,45 @@ class ModelPlan(msgspec.Struct, frozen=True):
         return [layout for layout, _ in self.items]
 
 
-def plans_of(model: str, items: Sequence[str], layouts: Sequence[str], stand_in: str = "") -> list[ModelPlan]:
+def plans_of(
+    model: str, items: Sequence[str], layouts: Sequence[str], stand_in: str = "", *, has_peer: bool = False
+) -> list[ModelPlan]:
     """Returns what to measure of a model, or of those of a table.
 
     items, layouts: none for all of a table, or the usual ones of a model. stand_in: the model in place of a table's.
-    Raises ConfigError.
+    has_peer: PEER is measured behind PEER_OF. Raises ConfigError.
     """
+    plans = _of_table(model, items, layouts, stand_in) if model in TABLES else [_of_model(model, items, layouts)]
+    if stand_in and model not in TABLES:
+        raise ConfigError(f"--stand-in {stand_in}: {model} is not one of the tables {', '.join(TABLES)}")
+    if has_peer:
+        place, plan = _compared_with_peer(plans)
+        plan.items.insert(place + 1, (PEER, [PEER_ITEM]))
+    return plans
+
+
+def _of_model(model: str, items: Sequence[str], layouts: Sequence[str]) -> ModelPlan:
     chosen = read_items(items)
-    if model not in TABLES:
-        if stand_in:
-            raise ConfigError(f"--stand-in {stand_in}: {model} is not one of the tables {', '.join(TABLES)}")
-        found = [read_layout(name) for name in layouts or LAYOUTS]
-        return [ModelPlan(model, [(one, [name for name in chosen if has_item(one, name)]) for one in found])]
+    found = [read_layout(name) for name in layouts or LAYOUTS]
+    return ModelPlan(model, [(one, [name for name in chosen if has_item(one, name)]) for one in found])
+
+
+def _of_table(table: str, items: Sequence[str], layouts: Sequence[str], stand_in: str) -> list[ModelPlan]:
     wanted = [read_layout(name) for name in layouts]
     plans = list[ModelPlan]()
-    for table in TABLES[model]:
-        of_layouts = {read_layout(name): names for name, names in table.items.items()}
+    for of_model in TABLES[table]:
+        of_layouts = {read_layout(name): names for name, names in of_model.items.items()}
         every = [(one, read_items(items or tuple(ITEMS), names)) for one, names in of_layouts.items()]
         kept = [(one, names) for one, names in every if names and (one in wanted or not wanted)]
         if kept:
-            plans.append(ModelPlan(stand_in or table.model, kept))
+            plans.append(ModelPlan(stand_in or of_model.model, kept))
     return plans
+
+
+def _compared_with_peer(plans: Sequence[ModelPlan]) -> tuple[int, ModelPlan]:
+    """Returns the first plan that has PEER_OF, with its place there. Raises ConfigError if none has."""
+    for plan in plans:
+        for place, (layout, names) in enumerate(plan.items):
+            if layout.name == PEER_OF and PEER_ITEM in names:
+                return place, plan
+    raise ConfigError(f"--peer: it is compared with {PEER_ITEM} of {PEER_OF}, which is not measured")

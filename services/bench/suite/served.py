@@ -132,6 +132,7 @@ class SuiteServer:
         each_token: bool = True,
         due_s: Sequence[float] | None = None,
         models: Sequence[str] = (),
+        merged: float = 0.0,
     ) -> list[RequestResult]:
         """Sends each on its own connection, `due_s` after the start (all at once). models: those that requests name
         in turn, "" is the server's own.
@@ -139,7 +140,8 @@ class SuiteServer:
         Raises BenchError if a request fails or has another length.
 
         `each_token`: requires an event for every token. Random weights sample many tokens without text, so token ids
-        are requested as well. The last token may share an event with the end of the response.
+        are requested as well. The last token may share an event with the end of the response. merged: the share of a
+        request's tokens that may be in the event of another, where a server or this client is late.
         """
         endpoint = find(self.url, None).endpoint("completions")
         more = {"return_token_ids": True} if each_token else {}
@@ -157,7 +159,7 @@ class SuiteServer:
             if (one.num_input, one.num_output) != (request.num_input, request.num_output):
                 wanted = f"a request of {request.num_input} and {request.num_output} tokens"
                 raise BenchError(f"{wanted} was {one.num_input} and {one.num_output}")
-            if each_token and len(one.tokens_s) < request.num_output - 1:
+            if each_token and len(one.tokens_s) < (1.0 - merged) * request.num_output - 1:
                 raise BenchError(f"{len(one.tokens_s)} events for {request.num_output} tokens: not one for each")
         return results
 
@@ -191,26 +193,34 @@ def _body(request: SampleRequest) -> dict[str, object]:
     }
 
 
-@contextlib.contextmanager
-def serve(model: Path, flags: Sequence[str], log: Path, most_s: float = threading.TIMEOUT_MAX) -> Iterator[SuiteServer]:
-    """Runs a server of `model` on a free port until the block ends. most_s: seconds after which it is killed.
+def serve(
+    model: Path, flags: Sequence[str], log: Path, most_s: float = threading.TIMEOUT_MAX
+) -> contextlib.AbstractContextManager[SuiteServer]:
+    """Runs `blockyard serve` of `model` with random weights. See `run_server`."""
+    command = [sys.executable, "-P", "-m", "blockyard", "serve", str(model), "--host", "127.0.0.1", "--port", "{port}"]
+    more = ["--tokenizer", str(model), "--load-format", "dummy"]
+    return run_server([*command, *more, *flags], "/ready", log, most_s)
 
-    Raises BenchError if it does not get ready.
+
+@contextlib.contextmanager
+def run_server(command: Sequence[str], ready: str, log: Path, most_s: float) -> Iterator[SuiteServer]:
+    """Runs a server on a free port until the block ends. most_s: seconds after which it is killed.
+
+    command: with {port} as a word. ready: the path that answers 200 once it serves. Raises BenchError if none does.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-P", "-m", "blockyard", "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--tokenizer", str(model), "--load-format", "dummy", *flags]
+    words = [str(port) if word == "{port}" else word for word in command]
     with log.open("wb") as out:
         launched_s = time.perf_counter()
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
         timer = threading.Timer(min(most_s, threading.TIMEOUT_MAX), process.kill)
         timer.daemon = True
         timer.start()
         try:
-            _wait_ready(url, process, launched_s, log)
+            _wait_ready(url + ready, process, launched_s, log)
             yield SuiteServer(url, launched_s)
         finally:
             process.send_signal(signal.SIGTERM)
@@ -261,7 +271,7 @@ def _wait_ready(url: str, process: "subprocess.Popen[bytes]", launched_s: float,
     while True:
         with (
             contextlib.suppress(urllib.error.URLError, ConnectionError),
-            urllib.request.urlopen(f"{url}/ready", timeout=5) as answer,
+            urllib.request.urlopen(url, timeout=5) as answer,
         ):
             if answer.status == 200:
                 return

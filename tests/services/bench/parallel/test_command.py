@@ -108,6 +108,26 @@ def test_a_server_is_killed_when_its_time_is_over(tmp_path: Path) -> None:
     assert time.perf_counter() - began_s < 20
 
 
+def test_another_server_is_compared_with_two_ranks(
+    starts: list[Sequence[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = list[Sequence[str]]()
+
+    @contextlib.contextmanager
+    def run_server(command: Sequence[str], ready: str, log: Path, most_s: float) -> Iterator[SuiteServer]:
+        commands.append([*command, ready])
+        with run.serve(log, [], log, most_s) as found:
+            yield found
+
+    monkeypatch.setattr(run, "run_server", run_server)
+    words = ("other", "--model", "{model}", "--port", "{port}")
+    of_peer = BenchMachine(SIZES, ("--device", "cpu"), tmp_path, tmp_path, TimeLimits(100.0, 60.0), words)
+    [plan] = plans_of("demo", ["itl-one"], ["tp2"], has_peer=True)
+    two, peer, compared = ModelRun(of_peer, plan).rows()
+    assert (compared.layout, compared.value, compared.base_value) == ("tp2", two.value, peer.value)
+    assert commands == [["other", "--model", str(of_peer.find("demo")), "--port", "{port}", "/health"]]
+
+
 def test_what_a_server_had_no_time_for_is_said(
     starts: list[Sequence[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

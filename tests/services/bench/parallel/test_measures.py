@@ -9,7 +9,7 @@ from blockyard.services.bench.load.results import BenchError
 from blockyard.services.bench.parallel import measures
 from blockyard.services.bench.parallel.layouts import read_layout
 from blockyard.services.bench.parallel.measures import ParallelSizes
-from blockyard.services.bench.prefill_decode import measures as prefill_decode
+from blockyard.services.bench.prefill_decode.measures import PDSizes
 from blockyard.services.bench.suite.served import SuiteServer
 
 TWO = read_layout("tp2")
@@ -65,12 +65,23 @@ def test_texts_with_a_killed_rank_are_compared(server: SuiteServer, monkeypatch:
     assert measures.equal_texts(server, SIZES) == 0.5
 
 
-def test_streams_beside_prompts_and_the_second_token_of_one(
-    server: SuiteServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prefill_decode, "LEAD_S", 0.2)
-    assert measures.beside_prompts(server, SIZES) > 0
-    assert -100 < measures.handover(server, SIZES) < 1000
+def test_streams_beside_prompts_and_the_second_token_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, asked = SuiteServer("http://127.0.0.1:1", 0.0), list[PDSizes]()
+
+    def stream_itl(_: SuiteServer, sizes: PDSizes, num_prompts: int) -> float:
+        asked.append(sizes)
+        return float(num_prompts)
+
+    monkeypatch.setattr(SuiteServer, "stream", lambda *_, **__: [])
+    monkeypatch.setattr(measures, "stream_itl", stream_itl)
+    monkeypatch.setattr(measures, "prompts_alone", lambda _, sizes: (float(sizes.prompt), 7.5, 3.0))
+    assert measures.beside_prompts(served, SIZES) == SIZES.num_prompts
+    [found] = asked
+    assert (found.prompt, found.prompts_per_s, found.streams, found.stream_input, found.stream_output) == (
+        *(64, 1.0, 2),
+        *SIZES.beside_len,
+    )
+    assert measures.handover(served, SIZES) == 4.5
 
 
 def test_the_gap_behind_the_kill_counts() -> None:

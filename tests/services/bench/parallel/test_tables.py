@@ -66,3 +66,11 @@ def test_the_longest_sequence_of_the_items_has_room() -> None:
     assert longest(["itl-one", "ttft-long"], SIZES) > SIZES.long_prompt
     assert longest(["beside"], SIZES) > SIZES.prompt + 8
     assert longest(["offline"], SIZES) > 2000
+
+
+def test_a_peer_is_measured_behind_what_it_is_compared_with() -> None:
+    plans = plans_of("two-gpus", [], [], has_peer=True)
+    assert [layout.name for layout in plans[0].layouts] == ["one", "tp2", "peer", "pp2"]
+    assert not any("peer" in [layout.name for layout in plan.layouts] for plan in plans[1:])
+    with pytest.raises(ConfigError, match=r"^--peer: it is compared with itl-one of tp2, which is not measured"):
+        plans_of("four-gpus", [], [], has_peer=True)
