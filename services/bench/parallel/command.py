@@ -32,7 +32,8 @@ def main(args: Sequence[str]) -> int:
     options = _parser().parse_intermixed_args(list(args))
     layouts = [name for name in options.layouts.split(",") if name]
     peer = shlex.split(options.peer)
-    plans = plans_of(options.model, options.items, layouts, options.stand_in, has_peer=bool(peer))
+    models = [name for name in options.models.split(",") if name]
+    plans = plans_of(options.model, options.items, layouts, options.stand_in, models=models, has_peer=bool(peer))
     default = ParallelSizes()
     sizes = ParallelSizes(
         runs=options.runs,
@@ -88,6 +89,7 @@ def _parser() -> Parser:
         help="one, tp2, pp2, dp2, ep2 and products, as dp2ep2; apart-tp2: a prefill and a decode worker of tp2"
         f" ({','.join(LAYOUTS)}, or those of the tables)",
     )
+    add("--models", default="", help="of tables: only these (all)")
     add("--stand-in", metavar="MODEL", default="", help="of tables: this model in place of all others, to try them")
     add("--limit", type=positive, default=float("inf"), help="seconds after which nothing is measured (%(default)s)")
     add("--each", type=positive, default=float("inf"), help="seconds that a server has at most (%(default)s)")

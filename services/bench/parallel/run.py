@@ -96,9 +96,16 @@ class BenchMachine:
         """Returns the seconds that a server has at most."""
         return self._limits.of_server_s()
 
-    def sums(self, num_ranks: int) -> list[SumTime]:
+    def rates(self, num_ranks: int) -> DeviceRates:
+        """Measures the rate at which the device reads its memory, if no sums have. Raises BenchError."""
+        if self.device is None:
+            self.sums(num_ranks, [])
+        assert self.device is not None
+        return self.device
+
+    def sums(self, num_ranks: int, sizes: Sequence[int]) -> list[SumTime]:
         """Times sums over ranks, and the rate at which the device reads its memory. Raises BenchError."""
-        sizes = [size for size in self.sizes.sums if self.on_gpus or size <= MOST_HOST_BYTES]
+        sizes = [size for size in sizes if self.on_gpus or size <= MOST_HOST_BYTES]
         limit_s = min(SUMS_LIMIT_S, self._limits.left_s())
         self.device, times = rank_sums.measure(num_ranks, sizes, limit_s, on_gpus=self.on_gpus)
         return times
@@ -161,7 +168,7 @@ class ModelRun:
             yield self._without_value(SUMS, layout, f"not measured: {refusal}")
             return
         try:
-            times = self._machine.sums(num_ranks)
+            times = self._machine.sums(num_ranks, self._machine.sizes.sums)
         except BlockyardError as e:
             yield self._failed(SUMS, layout, e)
             return
@@ -218,29 +225,30 @@ class ModelRun:
                 stage, rate = self._values[ONE.name, "itl-stage"], self._values[layout.name, "rate"]
                 self._values[layout.name, name] = idle_share(stage, rate, self._machine.sizes.many)
             else:
-                itl, floor = self._values[layout.name, "itl-one"], self._floor_ms(layout)
+                itl = self._values[layout.name, "itl-one"]
+                floor = self._floor_ms(layout, self._machine.rates(layout.num_gpus))
                 if floor is None:
-                    raise BenchError("the read rate is not measured (all-reduce does), or the model has experts")
+                    raise BenchError("the weights that a token reads are not known: the model has experts")
                 self._values[layout.name, name] = floor / itl
         except KeyError as e:
             return self._failed(name, layout, BenchError("it needs {1} of {0}".format(*e.args[0])))
-        except BenchError as e:
+        except BlockyardError as e:
             return self._failed(name, layout, e)
         return self._row(name, layout)
 
     def _row(self, name: str, layout: Layout) -> ParallelRow:
         what, is_mixture = described(name, self._machine.sizes), has_experts(self._config)
         row = row_of(name, layout.name, what, self._values, self._name, of_mixture=is_mixture)
-        floor = self._floor_ms(layout) if name == "itl-one" and self._machine.on_gpus else None
+        device = self._machine.device if name == "itl-one" and self._machine.on_gpus else None
+        floor = None if device is None else self._floor_ms(layout, device)
         return self._with_bar(msgspec.structs.replace(row, floor=floor))
 
     def _with_bar(self, row: ParallelRow) -> ParallelRow:
         """Bars are those of GPUs."""
         return row if self._machine.on_gpus else msgspec.structs.replace(row, bar=None)
 
-    def _floor_ms(self, layout: Layout) -> float | None:
-        device = self._machine.device
-        return None if device is None else read_floor_ms(self._config, layout.num_gpus, device.read_bytes_per_s)
+    def _floor_ms(self, layout: Layout, device: DeviceRates) -> float | None:
+        return read_floor_ms(self._config, layout.num_gpus, device.read_bytes_per_s)
 
     def _failed(self, name: str, layout: Layout, e: Exception, ends_s: float = math.inf) -> ParallelRow:
         print(f"blockyard bench parallel: {self._name}, {name} of {layout.name}: {e}", file=sys.stderr, flush=True)

@@ -79,16 +79,27 @@ class ModelPlan(msgspec.Struct, frozen=True):
 
 
 def plans_of(
-    model: str, items: Sequence[str], layouts: Sequence[str], stand_in: str = "", *, has_peer: bool = False
+    model: str,
+    items: Sequence[str],
+    layouts: Sequence[str],
+    stand_in: str = "",
+    *,
+    models: Sequence[str] = (),
+    has_peer: bool = False,
 ) -> list[ModelPlan]:
     """Returns what to measure of a model, or of those of a table.
 
     items, layouts: none for all of a table, or the usual ones of a model. stand_in: the model in place of a table's.
+    models: those of a table; none for all.
     has_peer: PEER is measured behind PEER_OF. Raises ConfigError.
     """
-    plans = _of_table(model, items, layouts, stand_in) if model in TABLES else [_of_model(model, items, layouts)]
-    if stand_in and model not in TABLES:
-        raise ConfigError(f"--stand-in {stand_in}: {model} is not one of the tables {', '.join(TABLES)}")
+    if model not in TABLES:
+        if stand_in or models:
+            flag = f"--stand-in {stand_in}" if stand_in else f"--models {','.join(models)}"
+            raise ConfigError(f"{flag}: {model} is not one of the tables {', '.join(TABLES)}")
+        plans = [_of_model(model, items, layouts)]
+    else:
+        plans = _of_table(model, items, layouts, models, stand_in)
     if has_peer:
         place, plan = _compared_with_peer(plans)
         plan.items.insert(place + 1, (PEER, [PEER_ITEM]))
@@ -101,15 +112,22 @@ def _of_model(model: str, items: Sequence[str], layouts: Sequence[str]) -> Model
     return ModelPlan(model, [(one, [name for name in chosen if has_item(one, name)]) for one in found])
 
 
-def _of_table(table: str, items: Sequence[str], layouts: Sequence[str], stand_in: str) -> list[ModelPlan]:
+def _of_table(
+    table: str, items: Sequence[str], layouts: Sequence[str], models: Sequence[str], stand_in: str
+) -> list[ModelPlan]:
+    known = [of_model.model for of_model in TABLES[table]]
+    if unknown := [name for name in models if name not in known]:
+        raise ConfigError(f"--models {unknown[0]}: the models of {table} are {', '.join(known)}")
     wanted = [read_layout(name) for name in layouts]
     plans = list[ModelPlan]()
     for of_model in TABLES[table]:
         of_layouts = {read_layout(name): names for name, names in of_model.items.items()}
         every = [(one, read_items(items or tuple(ITEMS), names)) for one, names in of_layouts.items()]
         kept = [(one, names) for one, names in every if names and (one in wanted or not wanted)]
-        if kept:
+        if kept and (of_model.model in models or not models):
             plans.append(ModelPlan(stand_in or of_model.model, kept))
+    if not plans:
+        raise ConfigError(f"{table} has no row of all of these: {', '.join((*models, *items, *layouts))}")
     return plans
 
 

@@ -176,6 +176,8 @@ def test_rows_that_are_computed_need_others(
     assert ["itl-stage", "one"] in [row[:2] for row in found]
     [idle] = rows(tmp_path, "pp2", "idle")
     assert idle == ["idle", "pp2", "failed: it needs itl-stage of one"]
+    monkeypatch.setattr(rank_sums, "measure", lambda num, sizes, *_, **__: sums_of(num, sizes))
+    assert [row[0] for row in rows(tmp_path, "tp2", "itl-one", "floor-one")] == ["itl-one", "floor-one"]
     [alone] = rows(tmp_path, "tp2", "floor-one")
     assert alone == ["floor-one", "tp2", "failed: it needs itl-one of tp2"]
 

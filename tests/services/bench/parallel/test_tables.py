@@ -44,6 +44,14 @@ def test_words_choose_rows_of_a_table() -> None:
         ["offline"],
     )
     assert [plan.model for plan in plans_of("two-gpus", [], ["pp2"], "demo")] == ["demo"]
+    with pytest.raises(ConfigError, match="two-gpus has no row of all of these: kill, pp2"):
+        plans_of("two-gpus", ["kill"], ["pp2"])
+    [plan] = plans_of("two-gpus", ["itl-one"], [], models=["qwen3-30b-a3b"])
+    assert [layout.name for layout in plan.layouts] == ["one", "tp2", "ep2"]
+    with pytest.raises(ConfigError, match=r"--models qwen: the models of two-gpus are llama-3\.1-8b, "):
+        plans_of("two-gpus", [], [], models=["qwen"])
+    with pytest.raises(ConfigError, match="--models qwen: demo is not one of the tables"):
+        plans_of("demo", [], [], models=["qwen"])
 
 
 def test_of_a_model_the_usual_items_are_measured_where_there_are_any() -> None:
