@@ -201,7 +201,7 @@ LAYERS["services/detokenizer"] = ("token_table", "text_decoder", "repetition", "
 LAYERS["services/detokenizer"] += ("__main__",)
 LAYERS["services/launcher/supervision"] = ("child", "run_dir", "hung", "start_up", "supervisor", "ring")
 LAYERS["services/bench/load"] = ("http_response", "results", "client", "monitor", "client_process", "processes")
-LAYERS["services/bench/parallel"] = ("layouts", "busy", "rank_sums", "measures", "rows", "command")
+LAYERS["services/bench/parallel"] = ("layouts", "rank_sums", "measures", "items", "tables", "rows", "run", "command")
 LAYERS["services/bench/suite"] = ("shapes", "served", "measures", "item", "adapters", "pooling", "items", "command")
 LAYERS["services/launcher"] = ("supervision", "models", "sources", "executors", "ports", "serve")
 LAYERS["services/launcher"] += ("rank_host", "multi_host", "batches")
@@ -225,7 +225,7 @@ LAYERS["services/offline/commands"] = ("tune", "quantize")
 LAYERS["services/offline/external_launcher"] = ("environment", "processes", "following_session")
 LAYERS["services/offline/engines"] = ("live_request", "llm_engine", "async_operations", "async_engine")
 LAYERS["services/bench"] = ("load", "metrics", "datasets", "workload", "server", "report", "flags", "serve")
-LAYERS["services/bench"] += ("latency_throughput", "suite", "parallel", "prefill_decode", "simulate", "command")
+LAYERS["services/bench"] += ("latency_throughput", "suite", "prefill_decode", "parallel", "simulate", "command")
 LAYERS["services/kv_transfer"] = (
     "layout",
     "routes",

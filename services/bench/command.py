@@ -17,7 +17,7 @@ usage: blockyard bench serve [flags]                    a running server: its TT
        blockyard bench kernels [FAMILY ...]             the GPU's kernels: time, rate, share of the ceiling
        blockyard bench suite [ITEM ...] [flags]         performance figures of this GPU, with targets and floors
        blockyard bench pd [ITEM ...] [flags]            two GPUs: prefill and decode apart against unified workers
-       blockyard bench parallel MODEL [ITEM ...]        several GPUs, as --layouts says, against one
+       blockyard bench parallel MODEL [ITEM ...]        several GPUs, as --layouts or a table say, against one
 
 `--help` after any of them lists its flags and defines its figures."""
 

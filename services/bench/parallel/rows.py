@@ -1,21 +1,21 @@
 """The table of `blockyard bench parallel`: figures with their ratios, floors and bars. Pure.
 
 Floors of figures on GPUs are those of memory: a token reads all weights once, at the rate that was measured in the same
-run, and two GPUs exchange LINK_BYTES_PER_S. Bars are those of two H100 or H200 of one host.
+run, and two GPUs exchange LINK_BYTES_PER_S. Bars are those of H100 or H200 of one host.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from blockyard.services.bench.parallel.layouts import ONE
-from blockyard.services.bench.parallel.measures import ServerFigures
+from blockyard.services.bench.parallel.items import IDLE, ITEMS, KILL, PEER_ITEM, START, SUMS, TEXTS
+from blockyard.services.bench.parallel.layouts import ONE, PEER, PEER_OF, Layout
 from blockyard.shared.messages import SumTime
 
-HEAD = "| item | layout | measured | compared with | ratio | floor | bar |\n|---|---|---|---|---|---|---|"
+COLUMNS = ("model", "item", "layout", "measured", "compared with", "ratio", "floor", "bar", "verdict")
+HEAD = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
 LINK_BYTES_PER_S = 390e9
-SUMS, START, KILL, BALANCE = "all-reduce", "start", "kill", "balance"
 NCCL = "NCCL"  # a transport of sums
 
 
@@ -28,30 +28,9 @@ class Bar(msgspec.Struct, frozen=True):
     more: bool = False  # it is to be reached from below
 
 
-class Item(msgspec.Struct, frozen=True):
-    """A figure of each layout."""
-
-    what: str  # with names of sizes
-    unit: str
-    measure: Callable[[ServerFigures], float] | None = None  # on a running server; None: see `command`
-    of_one: bool = True  # one GPU has it, too
-
-
-ITEMS: dict[str, Item] = {
-    SUMS: Item("sums over ranks, alone and with residual and norm", "us", of_one=False),
-    "itl-one": Item("one stream, ITL", "ms", ServerFigures.one_stream),
-    "itl-some": Item("{streams} running at context {context:,}, ITL", "ms", ServerFigures.some_streams),
-    "rate": Item("{many} running at context {context:,}", "tokens/s", ServerFigures.rate),
-    "idle": Item("{many} running, share of a GPU's time without a kernel", "", ServerFigures.idle, of_one=False),
-    "ttft": Item("a prompt of {prompt:,} tokens, TTFT", "ms", ServerFigures.first_token),
-    "ttft-long": Item("a prompt of {long:,} tokens, TTFT", "ms", ServerFigures.first_token_long),
-    "kv-blocks": Item("KV blocks, of all parts", "blocks", ServerFigures.kv_blocks),
-    START: Item("second start to first token", "s"),
-    KILL: Item("kill -9 of a rank to the next token", "s", of_one=False),
-    BALANCE: Item("skewed routing, fullest rank to the mean once experts have moved, worst layer", "", of_one=False),
-}
-BARS: dict[tuple[str, str], Bar] = {  # by layout and item
+BARS: dict[tuple[str, str], Bar] = {  # by layout and item; those with the base ONE are of dense models
     ("tp2", "itl-one"): Bar(0.5, 0.68),
+    ("tp2", "floor-one"): Bar(1.0, 0.88, "", more=True),
     ("tp2", "itl-some"): Bar(0.5, 0.66),
     ("tp2", "rate"): Bar(2.0, 1.55, more=True),
     ("tp2", "ttft"): Bar(0.5, 0.62),
@@ -60,24 +39,40 @@ BARS: dict[tuple[str, str], Bar] = {  # by layout and item
     ("pp2", "itl-one"): Bar(1.0, 1.05),
     ("pp2", "rate"): Bar(2.0, 1.7, more=True),
     ("pp2", "ttft-long"): Bar(0.5, 0.62),
-    ("pp2", "idle"): Bar(0.0, 0.06, ""),
-    ("ep2", BALANCE): Bar(1.0, 1.15, ""),
+    ("pp2", IDLE): Bar(0.0, 0.06, ""),
+    ("ep2", "balance"): Bar(1.0, 1.15, ""),
     ("dp2ep2", "rate"): Bar(None, 1.25, "dp2", more=True),
     ("dp2ep2", "kv-blocks"): Bar(None, 1.8, "tp2", more=True),
+    ("tp4", "itl-one"): Bar(0.25, 0.5),
+    ("tp4", "floor-one"): Bar(1.0, 0.84, "", more=True),
+    ("tp4", "offline"): Bar(2.0, 1.7, "tp2", more=True),
+    ("tp4", TEXTS): Bar(1.0, 1.0, "", more=True),
+    ("tp2pp2", "rate"): Bar(4.0, 2.6, more=True),
+    ("apart-tp2", "beside"): Bar(None, 0.33, "dp2tp2"),
+    ("apart-tp2", "handover"): Bar(3.4, 5.0, ""),  # ms, of 2.7 GB
 }
-EXPERT_BARS: dict[str, Bar] = {"itl-one": Bar(0.5, 0.85), "itl-some": Bar(0.5, 0.66)}  # of the best layout of two
-SUM_BARS: dict[int, tuple[float, float | None, float | None]] = {  # us by KiB: floor, bar alone, bar with a norm
-    16: (3.0, 8.0, 10.0),
-    512: (3.0, None, 12.0),
-    1024: (5.0, None, 14.0),
-    2048: (7.0, None, 20.0),
+PEER_BAR = Bar(None, 0.9, PEER.name)
+BEST_BARS: dict[tuple[int, str], Bar] = {  # of the best layout of a mixture, by number of GPUs and item
+    (2, "itl-one"): Bar(0.5, 0.85),
+    (2, "itl-some"): Bar(0.5, 0.66),
+    (4, "rate"): Bar(4.0, 2.6, more=True),
 }
-TO_NCCL = {16: 0.75, 16 << 10: 1.03, 64 << 10: 1.03}  # bars of other transports' time to NCCL's, by KiB
+SUM_BARS: dict[tuple[int, int], tuple[float | None, float | None]] = {  # us alone, with a norm; by ranks and KiB
+    (2, 16): (8.0, 10.0),
+    (2, 512): (None, 12.0),
+    (2, 1024): (None, 14.0),
+    (2, 2048): (None, 20.0),
+    (4, 16): (10.0, 12.0),
+    (4, 1024): (None, 16.0),
+}
+SUM_FLOORS = {16: 3.0, 512: 3.0, 1024: 5.0, 2048: 7.0}  # us, by KiB
+TO_NCCL = {16: 0.75, 16 << 10: 1.03, 64 << 10: 1.03}  # bars of two ranks' time to NCCL's, by KiB
 
 
 class ParallelRow(msgspec.Struct, frozen=True):
     """A line of the table."""
 
+    model: str
     item: str
     layout: str
     what: str
@@ -102,58 +97,92 @@ class ParallelRow(msgspec.Struct, frozen=True):
         return compared >= self.bar.bar if self.bar.more else compared <= self.bar.bar
 
     def __str__(self) -> str:
-        name = f"{self.item}: {self.what}"
+        name = f"{self.model} | {self.item}: {self.what} | {self.layout}"
         if self.value is None:
             lines = [line.strip() for line in self.problem.splitlines() if line.strip()]
-            return f"| {name} | {self.layout} | {' '.join(dict.fromkeys((lines[0], lines[-1])))} | | | | |"
+            return f"| {name} | {' '.join(dict.fromkeys((lines[0], lines[-1])))} | | | | | not measured |"
         base = "" if self.base_value is None else f"{self.base}: {_figure(self.base_value)} {self.unit}".rstrip()
         ratio = "" if self.ratio is None else f"{self.ratio:.3f}"
         floors = [] if self.bar is None or self.bar.floor is None else [f"{self.bar.floor:g}"]
         if self.floor is not None:
             floors.append(f"{_figure(self.floor)} {self.unit} ({self.floor / self.value:.2f} of it)")
-        bar = "" if self.bar is None else f"{self.bar.bar:g}" + (" (missed)" if self.is_met is False else "")
+        bar = "" if self.bar is None else f"{self.bar.bar:g}"
+        verdict = {None: "", True: "met", False: "missed"}[self.is_met]
         measured = f"{_figure(self.value)} {self.unit}".rstrip()
-        return f"| {name} | {self.layout} | {measured} | {base} | {ratio} | {', '.join(floors)} | {bar} |"
+        return f"| {name} | {measured} | {base} | {ratio} | {', '.join(floors)} | {bar} | {verdict} |"
 
 
 def row_of(
-    item: str, layout: str, what: str, values: Mapping[tuple[str, str], float], *, of_mixture: bool
+    item: str, layout: str, what: str, values: Mapping[tuple[str, str], float], model: str, *, of_mixture: bool
 ) -> ParallelRow:
     """values: measured so far, by layout and item; that of the row is among them. of_mixture: the model has experts."""
     bar = BARS.get((layout, item))
-    if of_mixture and layout in ("tp2", "ep2") and item in EXPERT_BARS:
-        bar = EXPERT_BARS[item]
+    if of_mixture and bar is not None and bar.base == ONE.name:
+        bar = None  # see `best_rows`
     base = ONE.name if bar is None else bar.base
     other = (layout, base) if base in ITEMS else (base, item)
     base_value = None if layout == ONE.name or not base else values.get(other)
-    return ParallelRow(item, layout, what, values[layout, item], ITEMS[item].unit, base, base_value, bar)
+    bar = None if base and base_value is None else bar  # it is one of a ratio
+    return ParallelRow(model, item, layout, what, values[layout, item], ITEMS[item].unit, base, base_value, bar)
 
 
-def failed(item: str, layout: str, what: str, problem: str) -> ParallelRow:
-    return ParallelRow(item, layout, what, problem=problem)
+def best_rows(rows: Sequence[ParallelRow], layouts: Sequence[Layout]) -> list[ParallelRow]:
+    """Returns the best rows of a mixture with their bars. rows: of its layouts."""
+    num_gpus = {one.name: one.num_gpus for one in layouts}
+    best = list[ParallelRow]()
+    for (gpus, item), bar in BEST_BARS.items():
+        found = [row for row in rows if row.item == item and num_gpus[row.layout] == gpus and row.ratio is not None]
+        if found:
+            one = max(found, key=lambda row: (row.ratio or 0.0) if bar.more else -(row.ratio or 0.0))
+            best.append(msgspec.structs.replace(one, layout=f"{one.layout}, the best of {len(found)}", bar=bar))
+    return best
 
 
-def sum_rows(layout: str, times: Sequence[SumTime], *, has_bars: bool) -> list[ParallelRow]:
+def peer_row(what: str, values: Mapping[tuple[str, str], float], model: str) -> ParallelRow | None:
+    """Returns the row of PEER_OF to PEER, if both are measured."""
+    ours, theirs = (values.get((name, PEER_ITEM)) for name in (PEER_OF, PEER.name))
+    if ours is None or theirs is None:
+        return None
+    return ParallelRow(model, PEER_ITEM, PEER_OF, what, ours, ITEMS[PEER_ITEM].unit, PEER.name, theirs, PEER_BAR)
+
+
+def sum_rows(layout: str, num_ranks: int, times: Sequence[SumTime], model: str) -> list[ParallelRow]:
     """Rows for each size and transport: alone, with residual and norm, and compared with NCCL.
 
-    has_bars: there are two GPUs.
+    num_ranks: each with a GPU of its own; 0 if ranks are on the CPU, which has no bars.
     """
     of_nccl = {one.num_bytes: one for one in times if one.transport == NCCL}
     rows = list[ParallelRow]()
     for one in times:
         kib, nccl = one.num_bytes // 1024, of_nccl.get(one.num_bytes)
-        floor, *bars = SUM_BARS.get(kib, (1e6 * one.num_bytes / LINK_BYTES_PER_S, None, None))
+        is_nccl = nccl is one
+        bars = (None, None) if is_nccl else SUM_BARS.get((num_ranks, kib), (None, None))
+        floor = sum_floor_us(one.num_bytes, num_ranks) if num_ranks else None
         what = f"{_size(kib)}, {one.transport}"
         both = ((what, one.sum_s), (f"{what}, with residual and norm", one.with_norm_s))
         for (name, seconds), most in zip(both, bars, strict=True):
-            row = ParallelRow(SUMS, layout, name, 1e6 * seconds, "us")
             bar = None if most is None else Bar(None, most, "")
-            rows.append(msgspec.structs.replace(row, bar=bar, floor=floor) if has_bars else row)
-        if nccl is not None and nccl is not one:
-            bar = Bar(None, TO_NCCL[kib], NCCL) if has_bars and kib in TO_NCCL else None
+            rows.append(ParallelRow(model, SUMS, layout, name, 1e6 * seconds, "us", bar=bar, floor=floor))
+        if nccl is not None and not is_nccl:
+            bar = Bar(None, TO_NCCL[kib], NCCL) if num_ranks == 2 and kib in TO_NCCL else None
             compared = (1e6 * one.sum_s, "us", NCCL, 1e6 * nccl.sum_s)
-            rows.append(ParallelRow(SUMS, layout, f"{what} to NCCL", *compared, bar))
+            rows.append(ParallelRow(model, SUMS, layout, f"{what} to NCCL", *compared, bar))
     return rows
+
+
+def sum_floor_us(num_bytes: int, num_ranks: int) -> float:
+    """Returns the time of what a rank sends: a part of each step of a reduce-scatter and a gather."""
+    sent = 2 * (num_ranks - 1) / num_ranks * num_bytes
+    return max(SUM_FLOORS.get(num_bytes // 1024, 0.0), 1e6 * sent / LINK_BYTES_PER_S)
+
+
+def idle_share(stage_itl_ms: float, tokens_per_s: float, num_running: int) -> float:
+    """Returns the share of a stage's time that its steps do not take, when they take as long as those of one GPU would
+    with a stage's layers. A kernel that waits for rows of another stage counts as idle.
+
+    stage_itl_ms: of one GPU with as many rows as a stage has in a step. tokens_per_s: of the pipeline.
+    """
+    return 1.0 - 1e-3 * stage_itl_ms * tokens_per_s / num_running
 
 
 def read_floor_ms(config: Mapping[str, Any], num_ranks: int, bytes_per_s: float) -> float | None:

@@ -14,6 +14,7 @@ from blockyard.services.bench.workload import due_times
 from blockyard.shared.percentiles import percentile
 
 NUM_AFTER = 32  # tokens after the second one of a prompt alone: the median of their gaps is its ITL
+MERGED = 0.02  # share of the tokens of streams beside prompts that may be in one event with others
 LEAD_S = 2.0  # between the start of the streams and the first long prompt
 
 
@@ -29,7 +30,8 @@ class PDSizes(msgspec.Struct, frozen=True, kw_only=True):
     stream_input: int = 256  # with `stream_output`, the mean context is 1,024
     stream_output: int = 1536
     prompts_per_s: float = 2.0
-    num_prompts: int = 16  # long prompts beside the streams; each asks for 8 tokens
+    num_prompts: int = 16  # long prompts beside the streams
+    prompt_output: int = 8  # tokens that each asks for
     goodput_long: Lengths = (8192, 256)
     goodput_short: Lengths = (2048, 512)
     num_requests: int = 160  # of one trial
@@ -111,9 +113,9 @@ def _one_by_one(served: SuiteServer, sizes: PDSizes, num_output: int) -> list[Re
 def stream_itl(served: SuiteServer, sizes: PDSizes, num_prompts: int) -> float:
     """p99 of the gaps of the streams while all run, and while long prompts arrive if there are any."""
     streams = random_requests(sizes.streams, sizes.stream_input, sizes.stream_output, seed=num_prompts)
-    prompts = random_requests(num_prompts, sizes.prompt, 8, seed=-2)
+    prompts = random_requests(num_prompts, sizes.prompt, sizes.prompt_output, seed=-2)
     due_s = [0.0] * len(streams) + [LEAD_S + i / sizes.prompts_per_s for i in range(num_prompts)]
-    results = served.stream([*streams, *prompts], due_s=due_s)
+    results = served.stream([*streams, *prompts], due_s=due_s, merged=MERGED)
     of_streams, of_prompts = results[: len(streams)], results[len(streams) :]
     begin = max([one.tokens_s[0] for one in of_streams] + [one.sent_s for one in of_prompts[:1]])
     end = min(one.tokens_s[-1] for one in of_streams)

@@ -8,10 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,7 +23,7 @@ import uvloop
 from blockyard.services.bench.datasets import RandomIds, SampleRequest
 from blockyard.services.bench.load import client, processes
 from blockyard.services.bench.load.client import Endpoint, LoadPlan, LoadRun
-from blockyard.services.bench.load.results import BenchError, RequestResult
+from blockyard.services.bench.load.results import BenchError, RequestResult, decode_chunk
 from blockyard.services.bench.server import find
 from blockyard.shared.messages import Role
 
@@ -92,16 +94,37 @@ class SuiteServer:
 
     def events(self, request: SampleRequest) -> Iterator[float]:
         """Yields the time of each event of a stream as it arrives. Raises BenchError for an error, or OSError."""
+        for _ in self._chunks(_body(request)):
+            yield time.perf_counter()
+
+    def texts(self, requests: Sequence[SampleRequest], at_half: Callable[[], None] | None = None) -> list[str]:
+        """Returns the text of each; all run at once, with seeds of their own.
+
+        at_half: called when the first one has half of its tokens. Raises BenchError or OSError.
+        """
+
+        def read(index: int) -> str:
+            text = ""
+            chunks = self._chunks(_body(requests[index]) | {"temperature": 1.0, "seed": index})
+            for num, chunk in enumerate(chunks, 1):
+                text += "".join(choice.text or "" for choice in decode_chunk(chunk).choices)
+                if at_half is not None and index == 0 and num == requests[0].num_output // 2:
+                    at_half()
+            return text
+
+        with ThreadPoolExecutor(len(requests)) as threads:
+            return list(threads.map(read, range(len(requests))))
+
+    def _chunks(self, body: dict[str, object]) -> Iterator[bytes]:
+        """Yields the JSON of each event of a stream as it arrives. Raises BenchError for an error, or OSError."""
         headers = {"Content-Type": "application/json"}
-        asked = urllib.request.Request(
-            f"{self.url}/v1/completions", msgspec.json.encode(_body(request)), headers=headers
-        )
+        asked = urllib.request.Request(f"{self.url}/v1/completions", msgspec.json.encode(body), headers=headers)
         with urllib.request.urlopen(asked, timeout=READY_S) as answer:
             for line in answer:
                 if line.startswith(b'data: {"error"'):
                     raise BenchError(f"a request failed: {line.decode().strip()}")
                 if line.startswith(b"data: {"):
-                    yield time.perf_counter()
+                    yield line.removeprefix(b"data: ")
 
     def stream(
         self,
@@ -109,6 +132,7 @@ class SuiteServer:
         each_token: bool = True,
         due_s: Sequence[float] | None = None,
         models: Sequence[str] = (),
+        merged: float = 0.0,
     ) -> list[RequestResult]:
         """Sends each on its own connection, `due_s` after the start (all at once). models: those that requests name
         in turn, "" is the server's own.
@@ -116,7 +140,8 @@ class SuiteServer:
         Raises BenchError if a request fails or has another length.
 
         `each_token`: requires an event for every token. Random weights sample many tokens without text, so token ids
-        are requested as well. The last token may share an event with the end of the response.
+        are requested as well. The last token may share an event with the end of the response. merged: the share of a
+        request's tokens that may be in the event of another, where a server or this client is late.
         """
         endpoint = find(self.url, None).endpoint("completions")
         more = {"return_token_ids": True} if each_token else {}
@@ -134,7 +159,7 @@ class SuiteServer:
             if (one.num_input, one.num_output) != (request.num_input, request.num_output):
                 wanted = f"a request of {request.num_input} and {request.num_output} tokens"
                 raise BenchError(f"{wanted} was {one.num_input} and {one.num_output}")
-            if each_token and len(one.tokens_s) < request.num_output - 1:
+            if each_token and len(one.tokens_s) < (1.0 - merged) * request.num_output - 1:
                 raise BenchError(f"{len(one.tokens_s)} events for {request.num_output} tokens: not one for each")
         return results
 
@@ -167,20 +192,34 @@ def _body(request: SampleRequest) -> dict[str, object]:
     }
 
 
+def serve(
+    model: Path, flags: Sequence[str], log: Path, most_s: float = threading.TIMEOUT_MAX
+) -> contextlib.AbstractContextManager[SuiteServer]:
+    """Runs `blockyard serve` of `model` with random weights. See `run_server`."""
+    command = [sys.executable, "-P", "-m", "blockyard", "serve", str(model), "--host", "127.0.0.1", "--port", "{port}"]
+    more = ["--tokenizer", str(model), "--load-format", "dummy"]
+    return run_server([*command, *more, *flags], "/ready", log, most_s)
+
+
 @contextlib.contextmanager
-def serve(model: Path, flags: Sequence[str], log: Path) -> Iterator[SuiteServer]:
-    """Runs a server of `model` on a free port until the block ends. Raises BenchError if it does not get ready."""
+def run_server(command: Sequence[str], ready: str, log: Path, most_s: float) -> Iterator[SuiteServer]:
+    """Runs a server on a free port until the block ends. most_s: seconds after which it is killed.
+
+    command: with {port} as a word. ready: the path that answers 200 once it serves. Raises BenchError if none does.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-P", "-m", "blockyard", "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--tokenizer", str(model), "--load-format", "dummy", *flags]
+    words = [str(port) if word == "{port}" else word for word in command]
     with log.open("wb") as out:
         launched_s = time.perf_counter()
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
+        timer = threading.Timer(min(most_s, threading.TIMEOUT_MAX), process.kill)
+        timer.daemon = True
+        timer.start()
         try:
-            _wait_ready(url, process, launched_s, log)
+            _wait_ready(url + ready, process, launched_s, log)
             yield SuiteServer(url, launched_s)
         finally:
             process.send_signal(signal.SIGTERM)
@@ -189,6 +228,7 @@ def serve(model: Path, flags: Sequence[str], log: Path) -> Iterator[SuiteServer]
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            timer.cancel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +270,7 @@ def _wait_ready(url: str, process: "subprocess.Popen[bytes]", launched_s: float,
     while True:
         with (
             contextlib.suppress(urllib.error.URLError, ConnectionError),
-            urllib.request.urlopen(f"{url}/ready", timeout=5) as answer,
+            urllib.request.urlopen(url, timeout=5) as answer,
         ):
             if answer.status == 200:
                 return

@@ -2,7 +2,7 @@
 
 - `LeaderTeam`: the leader's: starts the processes of its host before torch is imported, sends commands, and watches.
 - `HostRanks`: the processes of ranks that one process of a host has started.
-- `rank_process`: the process of another rank: loads its share and does what comes.
+- `rank_process`: the process of another rank: loads its share and does what comes. `rank_start` starts it.
 - `several_hosts`: how the leader waits for ranks of other hosts, and the process that starts those there. `network` has
   the interface of their collectives, and `group_digest` what all must have in common.
 - `joining`: how a rank that the leader has not started finds its leader and joins: on another host, or started by Ray.

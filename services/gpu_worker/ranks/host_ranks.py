@@ -15,7 +15,7 @@ from blockyard.shared.errors import BlockyardError, ConfigError, DeviceError, Lo
 from blockyard.shared.messages.base import Frame
 from blockyard.shared.process.frame_pipe import FramePipe
 
-MODULE = "blockyard.services.gpu_worker.ranks.rank_process"
+MODULE = "blockyard.services.gpu_worker.ranks.rank_start"
 END_S = 2.0  # that a killed process may take to be gone
 EXIT_S = 0.2  # until the exit code of a process that has closed its pipe is known
 FAILURES: dict[int, type[BlockyardError]] = {one.exit_code: one for one in (ConfigError, LoadError)}
@@ -40,7 +40,7 @@ class HostRanks:
         theirs = [pair[1].fileno() for pair in pairs]
         path = os.pathsep.join(entry for entry in sys.path if entry)
         self.processes[rank] = subprocess.Popen(
-            [sys.executable, "-P", "-m", MODULE, *map(str, theirs)],
+            [sys.executable, "-P", "-m", MODULE, *map(str, (os.getpid(), *theirs))],
             stdin=subprocess.DEVNULL,
             env={**os.environ, **self._environment, "PYTHONPATH": path, **environment},
             pass_fds=theirs,

@@ -109,8 +109,6 @@ class FollowerTeam:
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a service manager: the starter ends first
-        signal.signal(number, signal.SIG_IGN)
     sockets = [socket.socket(fileno=int(number)) for number in sys.argv[1:3]]
     for one in sockets:
         one.set_inheritable(False)

@@ -87,6 +87,7 @@ def test_tokens_without_text_are_events(server: SuiteServer, monkeypatch: pytest
     with pytest.raises(BenchError, match="1 events for 5 tokens"):
         server.stream(random_requests(1, 20, 5, seed=0))
     assert len(server.stream(random_requests(1, 20, 5, seed=0), each_token=False)) == 1
+    assert len(server.stream(random_requests(1, 20, 5, seed=0), merged=0.6)) == 1
 
 
 def test_prompts_differ_from_run_to_run() -> None:
