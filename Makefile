@@ -41,15 +41,19 @@ check: test-ready
 	$(RUN) -m mypy
 
 # The suite is meant for two cores. Its processes wait for others a sixth of the time, so that there are three.
+ONE_THREAD := OMP_NUM_THREADS=1
 SLOWEST := -q --durations=15 --durations-min=5
-# Tests in which a delay of the machine itself would be taken for a fault have it nearly to themselves: kernels beside
-# them compute on what they leave. `make pytest ARGS=tests/shared` runs these alone.
+# Tests in which a delay of the machine itself would be taken for a fault have it nearly to themselves. `make pytest ARGS=tests/shared` runs these alone.
 ALONE := $(addprefix integration/,failures/test_freezes.py failures/test_tokenizer_faults.py workers/test_several_hosts.py workers/test_ray_ranks.py) \
 	$(addprefix services/bench/,test_suite.py parallel/test_measures.py prefill_decode/test_measures.py)
-# gives way to all: Linux shares a core among sessions first, and then among the processes of each
+# Tests that compute, and wait for nothing, run beside them on what they leave of two cores: they give way to all, because
+# Linux shares a core among sessions first, and then among the processes of each.
+COMPUTING := tests/kernels tests/services/gpu_worker/models
 IDLE := nice -n 19 sh -c 'echo 19 >/proc/self/autogroup || true; exec "$$0" "$$@"'
-OTHERS := $(addprefix --ignore=tests/,integration kernels $(ALONE))
-RINGS := tests/integration $(ALONE:%=--ignore=tests/%)
+# Files run in the order of their names, because those with the fewest tests, which would be the last, take long.
+BY_3 := -n 3 --dist loadfile --no-loadscope-reorder
+OTHERS := $(addprefix --ignore=,tests/integration $(COMPUTING) $(ALONE:%=tests/%))
+RINGS := $(filter-out %__pycache__/,$(wildcard tests/integration/*/ tests/integration/test_*.py)) $(ALONE:%=--ignore=tests/%)
 # Tests of whole rings that fail beside others, whose rings take their cores, must pass by themselves: the last lines of
 # the run name them.
 LATE := --last-failed --last-failed-no-failures none -rfEp
@@ -57,13 +61,14 @@ pytest: test-ready
 ifdef ARGS
 	$(RUN) -m pytest $(ARGS)
 else
-	OMP_NUM_THREADS=1 $(RUN) -m pytest $(SLOWEST) -n 3 --dist loadfile $(OTHERS)
-	@log=$$(mktemp); OMP_NUM_THREADS=1 setsid $(IDLE) $(RUN) -m pytest $(SLOWEST) --timeout=1200 tests/kernels >$$log 2>&1 & kernels=$$!; \
-	trap 'kill $$kernels' INT TERM; \
-	$(RUN) -m pytest $(SLOWEST) $(ALONE:%=tests/%); alone=$$?; \
-	wait $$kernels; kernels=$$?; cat $$log; rm $$log; test $$alone = 0 -a $$kernels = 0
-	$(RUN) -m pytest $(SLOWEST) -n 3 --dist loadfile $(RINGS) || \
-	{ $(RUN) -m pytest $(SLOWEST) $(LATE) $(RINGS) && echo "late beside other rings, in time by themselves: the tests above"; }
+	$(ONE_THREAD) $(RUN) -m pytest $(SLOWEST) $(BY_3) $(OTHERS)
+	@log=$$(mktemp); $(ONE_THREAD) setsid $(IDLE) $(RUN) -m pytest $(SLOWEST) --timeout=1200 -n 2 --dist loadfile \
+	$(COMPUTING) >$$log 2>&1 & computing=$$!; \
+	trap 'kill $$computing' INT TERM; \
+	$(ONE_THREAD) $(RUN) -m pytest $(SLOWEST) $(ALONE:%=tests/%); alone=$$?; \
+	wait $$computing; computing=$$?; cat $$log; rm $$log; test $$alone = 0 -a $$computing = 0
+	$(ONE_THREAD) $(RUN) -m pytest $(SLOWEST) $(BY_3) $(RINGS) || \
+	{ $(ONE_THREAD) $(RUN) -m pytest $(SLOWEST) $(LATE) $(RINGS) && echo "late beside other rings, in time by themselves: the tests above"; }
 endif
 
 # What needs a GPU, on a machine that has one (with its own torch and Triton: NO_INSTALL=1 PYTHON=python3). `make test` has

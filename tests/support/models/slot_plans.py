@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 from plan_driver import as_bytes
-from tiny_models import VOCAB
+from tiny_checkpoint import VOCAB
 
 from blockyard.services.gpu_worker.interfaces import CompletedPlan
 from blockyard.services.gpu_worker.runner import Runner

@@ -62,6 +62,7 @@ OF_ALL_CLASSES = set(json.loads(transformers.PretrainedConfig().to_json_string(u
 REQUIRED = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
 REQUIRED |= {"n_embd", "n_layer", "n_head", "ffn_dim"}
 
+MANY = 32  # of a longer list, that of experts, which are built alike, the first and the last are compared
 ATOMS = {type(None), str, bool, int, float, complex, torch.dtype, torch.device}
 IN_TRANSFORMERS = [name for name in ARCHITECTURES if not name.endswith("RewardModel")]  # those are remote code
 
@@ -113,14 +114,14 @@ def collect(thing: object, found: list[object], above: tuple[int, ...]) -> None:
     if isinstance(thing, dict):
         parts = [*thing.keys(), *thing.values()]
     elif isinstance(thing, list | tuple):
-        parts = thing
+        parts = thing if len(thing) <= MANY else [*thing[:2], *thing[-2:], len(thing)]
     elif isinstance(thing, msgspec.Struct):
         parts = [getattr(thing, field) for field in thing.__struct_fields__]
     elif type(thing).__module__.startswith("blockyard."):
         parts = [*getattr(thing, "__dict__", {}).values(), *(getattr(thing, slot, None) for slot in slots(type(thing)))]
     above = (*above, id(thing))
     for part in parts:
-        if type(part) in ATOMS:  # most parts: a mixture of experts holds 50,000
+        if type(part) in ATOMS:
             found.append(part)
         else:
             collect(part, found, above)

@@ -31,7 +31,7 @@ MODEL = {
     "tie_word_embeddings": False,
 }
 SAMPLING = Sampling(temperature=0.0, max_tokens=12, ignore_eos=True)
-ROUNDS = 3  # of prompts in an interval
+ROUNDS = 2  # of prompts in an interval
 
 
 def settled(folder: Path, *sizes: int, **fields: object) -> WorkerConfig:

@@ -49,12 +49,11 @@ def group(folder: Path, tmp_path: Path) -> Iterator[Group]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("size", "num_stages"), [(2, 1), (1, 2), (2, 2)])
-def test_tokens_are_those_of_one_rank(tmp_path: Path, size: int, num_stages: int, device: str) -> None:
-    """With few blocks: sequences are preempted, swapped and forked. Then after both levels of sleep.
-
-    The ranks share a GPU.
-    """
+@pytest.mark.parametrize(("size", "num_stages", "levels"), [(2, 1, [0]), (1, 2, [0]), (2, 2, [0, 1, 2])])
+def test_tokens_are_those_of_one_rank(
+    tmp_path: Path, size: int, num_stages: int, levels: list[int], device: str
+) -> None:
+    """With few blocks: sequences are preempted, swapped and forked. levels: of sleep before. The ranks share a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU")
     folder = tmp_path / "model"
@@ -65,7 +64,7 @@ def test_tokens_are_those_of_one_rank(tmp_path: Path, size: int, num_stages: int
     made = Group(config(folder, size, num_stages, **fields), tmp_path)
     try:
         runner, ties = SleepingRunner(made.start, lambda: 0), Ties()
-        for name, level in (("awake", 0), ("after sleep", 1), ("after deep sleep", 2)):
+        for level in levels:
             if level:
                 runner.sleep(level)
                 runner.reset(0)
@@ -75,7 +74,7 @@ def test_tokens_are_those_of_one_rank(tmp_path: Path, size: int, num_stages: int
             for request in ASKED:
                 for choice in range(request.n):
                     place, judge = (request.name, choice), noisy(score, request.sampling, choice)
-                    ties.compare(f"{name}: {place}", request.prompt, expected[place], got.outputs[place], judge)
+                    ties.compare(f"level {level}: {place}", request.prompt, expected[place], got.outputs[place], judge)
         assert runner.geometry.num_blocks == FEW
     finally:
         made.team.close()
