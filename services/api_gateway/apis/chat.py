@@ -111,11 +111,11 @@ class ChatEvents:
         tail = self._tail_of(PLAIN)
         self._plain_tail = tail + close_event(None)
         self._text_head, self._text_tail = self._head + b'{"content":', b"}" + tail
-        self._around_text = self._text_head, self._text_tail + close_event(None)
+        self.same_around_text = self._text_head, self._text_tail + close_event(None)
 
     def around_text(self, text: str, stamp_s: float | None) -> tuple[bytes, bytes]:
         if stamp_s is None:
-            return self._around_text
+            return self.same_around_text
         return self._text_head, self._text_tail + close_event(stamp_s)
 
     def opening(self, usage: Usage | None) -> bytes:
@@ -130,7 +130,7 @@ class ChatEvents:
         event = self._head + delta + self._tail_of(EventFields(usage=usage), prompt) + close_event(None)
         if not self._options.echo_message:
             return event
-        return event + self._text_head + encode(self._options.echo_message) + self._around_text[1]
+        return event + self._text_head + encode(self._options.echo_message) + self.same_around_text[1]
 
     def event(self, part: Part | None, fields: EventFields) -> bytes:
         if part is not None:

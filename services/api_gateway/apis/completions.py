@@ -65,7 +65,7 @@ class CompletionAnswer(msgspec.Struct, frozen=True):
 class CompletionEvents:
     """The events of one choice. The first one has the prompt's ids."""
 
-    __slots__ = ("_around_text", "_offsets", "_options", "_prompt_ids", "_prompt_text", "_text_head", "_text_tail")
+    __slots__ = ("_offsets", "_options", "_prompt_ids", "_prompt_text", "_text_head", "_text_tail", "same_around_text")
 
     def __init__(
         self, options: ResponseOptions, index: int, prompt_ids: list[int] | None, prompt_text: str | None
@@ -74,11 +74,11 @@ class CompletionEvents:
         self._offsets = TextOffsets(options.tokens_as_ids)
         self._text_head = b'%b,"choices":[{"index":%d,"text":' % (event_head(options, KIND), index)
         self._text_tail = self._tail("", PLAIN, b"null")
-        self._around_text = self._text_head, self._text_tail + close_event(None)
+        self.same_around_text = self._text_head, self._text_tail + close_event(None)
 
     def around_text(self, text: str, stamp_s: float | None) -> tuple[bytes, bytes]:
         if stamp_s is None:
-            return self._around_text
+            return self.same_around_text
         return self._text_head, self._text_tail + close_event(stamp_s)
 
     def opening(self, usage: Usage | None) -> bytes:

@@ -67,6 +67,11 @@ class FinishedChoice:
 class ChoiceEvents(Protocol):
     """Writes the events of one choice, in order."""
 
+    @property
+    def same_around_text(self) -> tuple[bytes, bytes] | None:
+        """What `around_text` returns without a stamp, if it is the same for every text of the choice."""
+        ...
+
     def around_text(self, text: str, stamp_s: float | None) -> tuple[bytes, bytes] | None:
         """The bytes before and behind the JSON string of `text` in the next event, which has it alone.
 

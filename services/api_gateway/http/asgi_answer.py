@@ -99,30 +99,25 @@ class AsgiAnswer:
         else:
             raise AnswerError(f"the message {str(kind)[:80]!r} is not known here")
 
-    def client_is_gone(self) -> bool:
-        transport = self._request.transport
-        return transport is None or transport.is_closing()
-
     def end(self, failed: Callable[[], web.Response]) -> web.StreamResponse:
         """Returns the answer, or `failed()` where none was begun, once the application has returned or raised.
 
-        Raises ConnectionResetError if the client is gone, or has only a part of an answer.
+        Raises ConnectionResetError if the client left before a complete answer, or has only a part of one.
         """
         request, response = self._request, self._response
+        if response is not None and self._complete.is_set():
+            return response
         transport = request.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client is gone")
-        if not self._complete.is_set():
-            log.error("a middleware ended %s an answer", "without" if response is None else "within")
+        log.error("a middleware ended %s an answer", "without" if response is None else "within")
         if response is None:
             made = failed()
             if not request.content.is_eof():
                 made.force_close()
             return made
-        if not self._complete.is_set():
-            transport.abort()
-            raise ConnectionResetError("the answer ended too early")
-        return response
+        transport.abort()
+        raise ConnectionResetError("the answer ended too early")
 
     def _ask_for_body(self) -> None:
         request, transport = self._request, self._request.transport

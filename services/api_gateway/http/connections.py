@@ -13,6 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from blockyard.services.api_gateway.http.client_text import escaped
+from blockyard.services.api_gateway.http.request_context import client_is_gone
 from blockyard.services.api_gateway.responses.json_response import error_response
 from blockyard.services.api_gateway.turns import Turns
 from blockyard.shared.errors import ConfigError, RequestError
@@ -58,7 +59,10 @@ class JsonErrorHandler(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Raises ConnectionError if an answer has begun."""
+        """Raises ConnectionError if an answer has begun or the client is gone: aiohttp then closes the connection."""
+        if isinstance(exc, ConnectionError) and client_is_gone(request):
+            log.debug("a client left before its answer was complete: %s", exc)
+            raise exc
         super().handle_error(request, status, exc, message)  # writes the log
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             text = "The server failed at this request."

@@ -10,7 +10,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from blockyard.services.api_gateway.http.access import Access, Guard
 from blockyard.services.api_gateway.http.client_text import escaped
-from blockyard.services.api_gateway.http.request_context import REQUEST_ID, TENANT
+from blockyard.services.api_gateway.http.request_context import REQUEST_ID, TENANT, client_is_gone
 from blockyard.services.api_gateway.requests.generate_request import MAX_ID_CHARS
 from blockyard.services.api_gateway.responses.json_response import error_response
 from blockyard.services.api_gateway.service import Gateway
@@ -41,7 +41,10 @@ def errors(gateway: Gateway, guard: Guard) -> Middleware:
             response = error_response(_http_error(request, e), api)
             if "Allow" in e.headers:
                 response.headers["Allow"] = e.headers["Allow"]
-        except Exception:  # a bug: the client gets a 500 and the log the traceback
+        except Exception as e:
+            if isinstance(e, ConnectionError) and client_is_gone(request):
+                raise  # nobody to answer: `JsonErrorHandler` closes the connection
+            # a bug: the client gets a 500 and the log the traceback
             log.exception("%s %s failed", request.method, escaped(request.path))
             response = error_response(RequestError("The server failed at this request.", status=500), api)
         if response.status >= 400 and not request.content.is_eof():  # does not wait for the rest of the body

@@ -18,6 +18,7 @@ from aiohttp.typedefs import Handler, Middleware
 from blockyard.services.api_gateway.http.access import Guard
 from blockyard.services.api_gateway.http.asgi_answer import AsgiAnswer, AsgiApp, scope_of
 from blockyard.services.api_gateway.http.asgi_gateway import AsgiGateway
+from blockyard.services.api_gateway.http.request_context import client_is_gone
 from blockyard.services.api_gateway.responses.json_response import error_response
 from blockyard.shared.errors import ConfigError, RequestError
 
@@ -69,7 +70,7 @@ class UserMiddleware:
         try:
             await app(scope_of(request), answer.receive, answer.send)
         except Exception:  # a user's class may raise anything
-            if answer.client_is_gone():
+            if client_is_gone(request):
                 log.debug("a middleware failed at %s after its client left", request.method)
             else:
                 log.exception("a middleware failed at %s", request.method)
@@ -83,7 +84,9 @@ class UserMiddleware:
                 response: object = await handler(request)
             except web.HTTPException:
                 raise
-            except Exception:  # a user's function may raise anything
+            except Exception as e:  # a user's function may raise anything
+                if isinstance(e, ConnectionError) and client_is_gone(request):
+                    raise
                 log.exception("a middleware failed at %s", request.method)
                 return self._failed(request)
             if not isinstance(response, web.StreamResponse):

@@ -35,6 +35,9 @@ class EventStream:
         """Without a reader all text is content."""
         self._options, self._events, self._writer, self._usage, self._reader = options, events, writer, usage, reader
         self._around_text, self._stamps, self._no_output = events.around_text, options.stamps, options.no_output
+        same = None if options.stamps else events.same_around_text
+        # around the text of every event, with the event's length without its text; None: it is another in each
+        self._same_around = None if same is None else (same[0], same[1] + CRLF, len(same[0]) + len(same[1]))
         # events that differ in more than text and stamp are built by `_data`
         self._plain = not (options.logprobs or options.continuous_usage or options.token_ids or options.echo)
         # tokens belong to the parts that came with them: several deltas as one would have them all in its last part
@@ -66,15 +69,17 @@ class EventStream:
             self._write(Kept(delta, [], stamp_s), now)
             return
         if text:
-            around = self._around_text(text, stamp_s if self._stamps else None)
-            if around is None:
+            if self._same_around is not None:
+                head, tail, size = self._same_around
+            elif around := self._around_text(text, stamp_s if self._stamps else None):
+                head, tail, size = around[0], around[1] + CRLF, len(around[0]) + len(around[1])
+            else:
                 self._write(Kept(delta, [Part(PartKind.CONTENT, text)], stamp_s), now)
                 return
-            head, tail = around
             encoded = encode(text)
-            size = len(head) + len(encoded) + len(tail)
+            size += len(encoded)
             size_line = SIZE_LINES[size] if size < len(SIZE_LINES) else b"%x\r\n" % size
-            writer.write(b"".join((size_line, head, encoded, tail, CRLF)), now)
+            writer.write(b"".join((size_line, head, encoded, tail)), now)
 
     def _push_parts(self, delta: TextDelta, parts: list[Part], now: float, stamp_s: float) -> None:
         """Pushes text that a parser has read: see `push`."""

@@ -16,9 +16,13 @@ class BucketCounts:
         self.total = 0.0
         self._max_value = math.inf
 
-    def observe(self, value: float, count: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += count
-        self.total += count * value
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def observe_many(self, value: float, count: int) -> None:
+        """Adds `count` observations of the same value."""
+        self.add([(bisect_left(self.bounds, value), count)], count * value)
 
     def add(self, counts: Iterable[tuple[int, int]], total: float) -> None:
         """Adds observations counted elsewhere: (index of a bucket, observations in it) and the sum of their values."""

@@ -110,9 +110,9 @@ class Meters:
             (self.prefill, max(0.0, since_s - queued_s)),
             (self.inference, max(0.0, since_s - queued_s)),
         ):
-            histogram.observe(value, len(lengths))
+            histogram.observe_many(value, len(lengths))
         for length, count in Counter(lengths).items():
-            self.prompt_sizes.observe(length, count)
+            self.prompt_sizes.observe_many(length, count)
 
     def responded(self, status: int) -> None:
         self.responses[str(status)] = self.responses.get(str(status), 0) + 1

@@ -23,6 +23,7 @@ sys.path.append(str(Path(__file__).parents[2] / "support"))
 
 from fake_ring import CARD, tokenized
 from rig import ROOT, Row, cpu_seconds, rss_mib, table
+from tcp_addresses import free_port
 
 from blockyard.shared.bus.links import Links
 from blockyard.shared.config.services.gateway import GatewayConfig
@@ -30,6 +31,7 @@ from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.registry import RegistryConfig
 from blockyard.shared.messages import (
     Accepted,
+    Cancel,
     DetokenizerIn,
     FinishReason,
     Generate,
@@ -43,10 +45,11 @@ from blockyard.shared.messages import (
     TokenizerIn,
     ToolDefaults,
 )
+from blockyard.shared.process.settings import die_with
 
-STREAMS, TOKENS, PORT = 256, 400, 18231
+STREAMS, TOKENS = 256, 400
 FASTEST = 80_000.0  # events a second that are offered: more are queued
-PATIENCE_S = 40.0
+PATIENCE_S = 40.0  # of all clients together
 WORDS = [f" word{i % 97}" for i in range(TOKENS)]
 
 
@@ -157,7 +160,7 @@ class Ring:
         self.scheduler: Links[SchedulerIn] = Links("scheduler", Role.SCHEDULER, bus(folder), SchedulerIn)
         self.detokenizer: Links[DetokenizerIn] = Links("detokenizer", Role.DETOKENIZER, bus(folder), DetokenizerIn)
         self.step_s = STREAMS / pace
-        self.requests: list[str] = []
+        self.attempts: dict[str, int] = {}  # of requests that wait for the others
         self.gateway = 0
         self.scheduler.update(card=msgspec.structs.replace(CARD, settings=ModelSettings(tools=load.tools)))
         for links in (self.tokenizer, self.scheduler, self.detokenizer):
@@ -165,38 +168,45 @@ class Ring:
 
     def run(self) -> None:
         while True:
-            for peer, frame in self.tokenizer.poll(0.001):
-                if isinstance(frame, Tokenize):
-                    self.tokenizer.answer(peer, tokenized(frame))
-            for peer, frame in self.scheduler.poll(0.001):
-                if isinstance(frame, Generate):
-                    accepted = Accepted(
-                        frame.request_id, frame.attempt, self.detokenizer.me.incarnation, QueueCapacity(9999, 10**9)
-                    )
-                    self.scheduler.answer(peer, accepted)
-                    self.requests.append(frame.request_id)
-                    self.gateway = peer
-            self.detokenizer.poll(0.0)
-            if len(self.requests) == STREAMS:
+            self.turn(0.001)
+            if len(self.attempts) == STREAMS:
                 self.play()
-                self.requests = []
+
+    def turn(self, timeout_s: float) -> None:
+        """Answers all frames that have arrived. Called within an answer too: its first clients may go on already."""
+        for peer, text in self.tokenizer.poll(timeout_s):
+            if isinstance(text, Tokenize):
+                self.tokenizer.answer(peer, tokenized(text))
+        for peer, frame in self.scheduler.poll(timeout_s):
+            match frame:
+                case Generate(request_id=request_id, attempt=attempt):
+                    capacity = QueueCapacity(9999, 10**9)
+                    self.scheduler.answer(
+                        peer, Accepted(request_id, attempt, self.detokenizer.me.incarnation, capacity)
+                    )
+                    self.attempts[request_id] = attempt
+                    self.gateway = peer
+                case Cancel(request_id=request_id):
+                    self.attempts.pop(request_id, None)
+        self.detokenizer.poll(0.0)
 
     def play(self) -> None:
         time.sleep(0.3)  # all clients have their headers
+        attempts, self.attempts = self.attempts, {}
         due = time.perf_counter()
-        for i in range(len(self.words)):
+        for i, word in enumerate(self.words):
             finish = FinishReason.LENGTH if i == len(self.words) - 1 else None
-            deltas = [TextDelta(r, 0, 0, i, [i], self.words[i], finish) for r in self.requests]
-            assert self.detokenizer.send(self.gateway, TextBatch(deltas, time.time()))
-            for links in (self.tokenizer, self.scheduler, self.detokenizer):
-                links.poll(0.0)
+            deltas = [TextDelta(r, attempt, 0, i, [i], word, finish) for r, attempt in attempts.items()]
+            if not self.detokenizer.send(self.gateway, TextBatch(deltas, time.time())):
+                raise RuntimeError(f"the gateway is gone, or its link is full, at token {i}")
+            self.turn(0.0)
             due += self.step_s
             time.sleep(max(0.0, due - time.perf_counter()))
 
 
-async def client(load: Load) -> int:
+async def client(load: Load, port: int) -> int:
     """Answers over a raw socket: the number of events, or of whole answers."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = msgspec.json.encode(load.body)
     head = f"POST {load.path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(body)}\r\n\r\n"
@@ -219,9 +229,9 @@ async def client(load: Load) -> int:
     return events
 
 
-async def clients(load: Load) -> int:
-    async with asyncio.timeout(PATIENCE_S):  # a ring that does not keep up is taken for dead, and never answers
-        return sum(await asyncio.gather(*(client(load) for _ in range(STREAMS))))
+async def clients(load: Load, port: int) -> int:
+    async with asyncio.timeout(PATIENCE_S):  # a ring that has lost a request waits for it
+        return sum(await asyncio.gather(*(client(load, port) for _ in range(STREAMS))))
 
 
 def spawn(folder: str, service: str, config: msgspec.Struct) -> subprocess.Popen[bytes]:
@@ -233,17 +243,20 @@ def spawn(folder: str, service: str, config: msgspec.Struct) -> subprocess.Popen
 
 def measure(load: Load, pace: float) -> Row:
     with tempfile.TemporaryDirectory() as folder:
-        process = ProcessConfig(name="bench", bus=bus(folder), log_level="warning")
+        # A gateway of a killed run must not get clients of this one: gateways share a port. So each run has its own
+        # port, and its processes end with this one.
+        port = free_port()
+        process = ProcessConfig(name="bench", bus=bus(folder), log_level="warning", parent_pid=os.getpid())
         registry = spawn(folder, "message_bus", RegistryConfig(process=process))
         ring = subprocess.Popen([sys.executable, __file__, "ring", folder, str(pace), load.name])
-        config = GatewayConfig(process=process, host="127.0.0.1", port=PORT, middleware=list(load.middleware))
+        config = GatewayConfig(process=process, host="127.0.0.1", port=port, middleware=list(load.middleware))
         gateway = spawn(folder, "api_gateway", config)
         try:
-            wait_ready()
+            wait_ready(port)
             idle = rss_mib(gateway.pid)
-            asyncio.run(clients(load))
+            asyncio.run(clients(load, port))
             before, start = cpu_seconds(gateway.pid), time.perf_counter()
-            events = asyncio.run(clients(load))
+            events = asyncio.run(clients(load, port))
             cpu, wall = cpu_seconds(gateway.pid) - before, time.perf_counter() - start
             loaded = rss_mib(gateway.pid)
         finally:
@@ -261,13 +274,13 @@ def measure(load: Load, pace: float) -> Row:
     return (name, text, load.bar)
 
 
-def wait_ready() -> None:
+def wait_ready(port: int) -> None:
     import urllib.error
     import urllib.request
 
     for _ in range(400):
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/v1/models/tiny", timeout=1):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models/tiny", timeout=1):
                 return
         except (urllib.error.URLError, ConnectionError):
             time.sleep(0.05)
@@ -285,6 +298,7 @@ if __name__ == "__main__":
         paces = [float(word) for word in sys.argv[2:] if word.isdecimal()] or [FASTEST / 2]
         print(table([measure(load, pace) for pace in paces for load in loads() if load.name in sys.argv[2:]]))
     elif sys.argv[1:2] == ["ring"]:
+        die_with(os.getppid())
         [chosen] = [load for load in loads() if load.name == sys.argv[4]]
         Ring(sys.argv[2], float(sys.argv[3]), chosen).run()
     else:

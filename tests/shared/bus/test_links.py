@@ -16,6 +16,7 @@ import zmq
 from rig import registry
 from tcp_addresses import tcp_bus
 
+from blockyard.shared.bus import outbound
 from blockyard.shared.bus.curve import write_keys
 from blockyard.shared.bus.links import Links
 from blockyard.shared.bus.member_list import Gone, Joined
@@ -64,6 +65,25 @@ def test_members_find_each_other_and_frames_keep_their_order(bus: BusConfig) -> 
             assert [f.attempt for f in frames(seen, "b")] == list(range(500))
             assert b.answer(a.me.incarnation, Stop([StreamRef("r", 1, 0)]))
             until(lambda: frames(seen, "a") == [Stop([StreamRef("r", 1, 0)])], a, b, seen=seen)
+
+
+def test_a_member_that_was_busy_does_not_take_its_peer_for_gone(
+    bus: BusConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer's Hello waits unread for longer than it may take to come."""
+    monkeypatch.setattr(outbound, "HELLO_S", 0.2)
+    seen: list = []
+    with registry(bus):
+        a, b = pair(bus)
+        with a, b:
+            b.update(ready=True)
+            until(lambda: bool(a.of(Role.DETOKENIZER)) and a.me.incarnation in b.members, a, b)
+            assert a.send(b.me.incarnation, Cancel("r", 0))
+            until(lambda: frames(seen, "b") == [Cancel("r", 0)], b, seen=seen)
+            time.sleep(0.3)
+            assert a.send(b.me.incarnation, Cancel("r", 1))
+            until(lambda: len(frames(seen, "b")) == 2, a, b, seen=seen)
+            assert not [event for to, _, event in seen if to == "a" and isinstance(event, Gone)]
 
 
 def test_unknown_members_and_members_without_a_link_are_told_apart_from_sent(bus: BusConfig) -> None:

@@ -76,6 +76,8 @@ def message_usage(usage: Usage) -> MessageUsage:
 class MessageEvents:
     """Writes one streamed answer, which has one choice. One block is open at a time."""
 
+    same_around_text = None
+
     def __init__(self, options: ResponseOptions) -> None:
         assert options.messages is not None
         self._options, self._own = options, options.messages

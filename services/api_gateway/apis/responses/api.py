@@ -56,6 +56,8 @@ PIECES |= {MessageItem: PartKind.CONTENT, ReasoningItem: PartKind.REASONING}
 class ResponsesEvents:
     """Writes the events of the answer and of its only choice: both share their items."""
 
+    same_around_text = None
+
     def __init__(self, options: ResponseOptions) -> None:
         self._options, self._items = options, OutputItems(options)
         self._next = 0  # sequence number

@@ -88,6 +88,8 @@ class TokensEvent(msgspec.Struct, frozen=True):
 class TokensChoiceEvents:
     """The events of one choice. Its first one has the prompt's ids."""
 
+    same_around_text = None
+
     def __init__(self, options: ResponseOptions, index: int, prompt_ids: list[int] | None) -> None:
         self._options, self._index = options, index
         self._prompt_ids = prompt_ids if _own(options).shows_prompt_ids else None

@@ -105,6 +105,7 @@ def test_the_bytes_around_plain_text_make_the_same_event(api: Api, stamp_s: floa
     around = events.around_text("a\n", stamp_s)
     assert around is not None
     assert encode("a\n").join(around) == events.event(Part(PartKind.CONTENT, "a\n"), EventFields(stamp_s=stamp_s))
+    assert events.same_around_text == events.around_text("b", None)
 
 
 @pytest.mark.parametrize("api", [CHAT, COMPLETIONS])

@@ -12,6 +12,14 @@ def test_observations_of_others_are_added_to_those_of_this_process() -> None:
     assert histogram.buckets(finer=False) == [("1.0", 0), ("4.0", 4), ("+Inf", 6)]
 
 
+def test_an_observation_that_counts_several_times() -> None:
+    once, at_once = BucketCounts([1.0, 4.0]), BucketCounts([1.0, 4.0])
+    for _ in range(3):
+        once.observe(2.5)
+    at_once.observe_many(2.5, 3)
+    assert (at_once.counts, at_once.total) == (once.counts, once.total) == ([0, 3, 0], 7.5)
+
+
 def test_buckets_above_the_largest_value_are_not_shown() -> None:
     histogram = BucketCounts([1.0, 2.0, 1e6])
     histogram.observe(2.0)
