@@ -105,6 +105,11 @@ def test_dimensions() -> None:
         ({"problem_type": "single_label_classification"}, 3, Activation.SOFTMAX),
         ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, 1, Activation.NONE),
         ({"sbert_ce_default_activation_function": "torch.nn.modules.activation.Tanh"}, 1, Activation.TANH),
+        (
+            {"sentence_transformers": {"activation_fn": None}, "sbert_ce_default_activation_function": "torch.nn.Tanh"},
+            1,
+            Activation.SIGMOID,
+        ),
     ],
 )
 def test_activation(config: dict[str, object], labels: int, expected: Activation) -> None:
@@ -128,6 +133,8 @@ def test_code_of_others_is_refused() -> None:
         choose_activation({"sbert_ce_default_activation_function": "mine.Act"}, 1)
     with pytest.raises(ConfigError, match=r"^config_sentence_transformers\.json: activation_fn 'mine\.Act'"):
         choose_activation({}, 1, "mine.Act")
+    with pytest.raises(ConfigError, match=r"^config\.json: sentence_transformers\.activation_fn 5 is not supported"):
+        choose_activation({"sentence_transformers": {"activation_fn": 5}}, 1)
 
 
 def test_labels() -> None:
