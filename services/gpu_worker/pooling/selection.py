@@ -25,19 +25,18 @@ def choose_output(config: WorkerConfig, settings: dict[str, Any], model: Model) 
         values = msgspec.json.decode(config.pooler_config, type=dict[str, Any])
     except msgspec.MsgspecError as e:
         raise ConfigError(f"{FLAG} {config.pooler_config!r}: {e}") from e
+    num_outputs = None if kind.makes_vectors else model.shape.num_outputs
     choice = choose_pooling(
         default_pooling(kind, has_kv=model.shape.has_kv, config=settings),
         hidden_size(settings),
         _modules(folder),
         read_overrides(values),
-        normalizes=kind.makes_vectors,
+        num_outputs=num_outputs,
+        vocab_size=model.shape.vocab_size,
     )
     if choice.modes == (PoolingMode.STEP,) and choice.step_tag_id is None:
         choice = msgspec.structs.replace(choice, step_tag_id=default_step_tag(settings))
-    labels = model.shape.num_outputs or 1
-    activation = settle_activation(config.task, kind, settings, labels, folder, choice.softmax)
-    if activation is not None and choice.returned_token_ids is None:
-        choice = msgspec.structs.replace(choice, width=labels)
+    activation = settle_activation(config.task, kind, settings, num_outputs or 1, folder, choice.softmax)
     return choice, make_output(model, choice, folder, activation)
 
 

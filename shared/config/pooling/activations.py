@@ -30,6 +30,18 @@ def num_labels(config: Mapping[str, Any]) -> int:
     return count if isinstance(count, int) and not isinstance(count, bool) and count > 0 else 2
 
 
+def num_outputs(task: str, kind: OutputKind, config: Mapping[str, Any]) -> int | None:
+    """Returns the numbers that the output layer makes of a row; None: the model makes vectors.
+
+    config: config.json with --hf-overrides.
+    """
+    if kind.makes_vectors:
+        return None
+    if kind is OutputKind.STEP_REWARD:
+        return 2
+    return 1 if kind is OutputKind.REWARD or task == "score" else num_labels(config)
+
+
 def settle_activation(
     task: str, kind: OutputKind, config: Mapping[str, Any], labels: int, folder: Path, softmax: bool | None
 ) -> Activation | None:

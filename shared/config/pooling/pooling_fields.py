@@ -7,7 +7,7 @@ import msgspec
 from blockyard.shared.config import adapters
 from blockyard.shared.config.checkpoint import Checkpoint, chat_template, config_overrides, context_limit, model_length
 from blockyard.shared.config.parsed_flags import Values
-from blockyard.shared.config.pooling.activations import num_labels, settle_activation
+from blockyard.shared.config.pooling.activations import num_outputs, settle_activation
 from blockyard.shared.config.pooling.output_kinds import OutputKind, default_pooling, first_kind
 from blockyard.shared.config.pooling.pair_templates import choose_pair_template
 from blockyard.shared.config.pooling.pooler_config import read_overrides
@@ -114,15 +114,17 @@ def _check(values: Values, model: Checkpoint, task: str, config: dict[str, Any])
     modules = read_modules(model.path)
     if modules is not None and modules.logit_score is not None:
         modules = None
+    outputs = num_outputs(task, kind, config)
     choice = choose_pooling(
         default_pooling(kind, has_kv=has_kv(config), config=config),
         hidden_size(config),
         modules,
         read_overrides(values.maybe("override-pooler-config", dict) or {}),
-        normalizes=kind.makes_vectors,
+        num_outputs=outputs,
+        vocab_size=config.get("vocab_size"),
     )
     read_settings(model.path, modules.transformer_folder if modules is not None else "")
-    settle_activation(task, kind, config, num_labels(config), model.path, choice.softmax)
+    settle_activation(task, kind, config, outputs or 1, model.path, choice.softmax)
 
 
 def _length(values: Values, model: Checkpoint, config: dict[str, Any]) -> int | None:

@@ -68,9 +68,14 @@ def check_params(params: PoolingParams, card: ModelCard) -> None:
     is_step = PoolingMode.STEP.name in (mode.name if mode is not None else pooling.pooling,)
     if params.step_tag_id is not None and not is_step:
         raise RequestError("`step_tag_id` has an effect only with `pooling_type` STEP", "step_tag_id")
-    if any(one < 0 or one >= pooling.width for one in params.returned_token_ids or ()):
+    if params.step_tag_id is not None and not 0 <= params.step_tag_id < card.vocab_size:
+        text = f"`step_tag_id` {params.step_tag_id} is outside the vocabulary of {card.vocab_size}"
+        raise RequestError(text, "step_tag_id")
+    returned = params.returned_token_ids
+    if returned is not None and not (returned and all(0 <= one < pooling.width for one in returned)):
         raise RequestError(
-            f"`returned_token_ids` are outputs of the model, below {pooling.width}", "returned_token_ids"
+            f"`returned_token_ids` are outputs of the model, below {pooling.width}, and at least one",
+            "returned_token_ids",
         )
 
 

@@ -219,7 +219,7 @@ def _check_text(call: PoolingCall, index: int, one: str | TextPair, pooling: Poo
 def _cut_ids(
     call: PoolingCall, index: int, ids: bytes | list[int], card: ModelCard, most: int, truncates: bool
 ) -> bytes:
-    """Checks a prompt of ids, and cuts it if it is to be."""
+    """Checks a prompt of ids, and cuts it if it is to be: special tokens like others, none is added, as in vLLM."""
     name = field_of(call, index)
     try:
         data = ids if isinstance(ids, bytes) else pack(ids)

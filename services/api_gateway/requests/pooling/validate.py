@@ -141,7 +141,8 @@ def _text_request(
     for field in ("prompt_name", "input_type") if messages is not None else ():
         if getattr(request, field) is not None:
             raise RequestError(f"messages are written by the chat template: {field} is for input", field)
-    prompt_name = request_checks.read_prompt_name("prompt_name", request.prompt_name, card)
+    named = "" if messages is not None else request.prompt_name
+    prompt_name = request_checks.read_prompt_name("prompt_name", named, card)
     input_type = request_checks.read_prompt_name("input_type", request.input_type, card)
     if None not in (prompt_name, input_type) and prompt_name != input_type:
         raise RequestError("prompt_name and input_type are names of one field, and differ", "input_type")
