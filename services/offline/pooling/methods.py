@@ -124,7 +124,7 @@ class PoolingMethods:
         _refuse("lora_request", lora_request)
         _refuse("chat_template", chat_template)
         card = self._running.session.card
-        task = params_check.pooling_card(card, PoolingTask.EMBED, PoolingTask.SCORE).task
+        task = params_check.text_card(card, PoolingTask.EMBED, PoolingTask.SCORE).task
         firsts, seconds = _texts(data_1, "data_1"), _texts(data_2, "data_2")
         if len(firsts) not in (1, len(seconds)):
             text = f"data_1 has {len(firsts)} texts and data_2 {len(seconds)}: one goes with many, or each with one"
@@ -181,7 +181,10 @@ def text_job(
     priority: int = 0,
 ) -> PoolingJob:
     """The call for these prompts. Raises RequestError."""
-    params_check.pooling_card(card, *(() if task is PoolingTask.ENCODE else (task,)))
+    if task in (PoolingTask.EMBED, PoolingTask.CLASSIFY):
+        params_check.text_card(card, task)
+    else:
+        params_check.pooling_card(card, *(() if task is PoolingTask.ENCODE else (task,)))
     read = read_prompts(prompts, card.names[0])
     checked = read_all(params, len(read), card, task, truncate)
     return PoolingJob(

@@ -24,9 +24,10 @@ def serves(card: ModelCard) -> str:
     """Says what a model serves, for errors of calls for anything else."""
     if card.pooling is None:
         return f"the model `{card.names[0]}` generates text; it serves {GENERATION}. --task embed makes vectors"
-    task = card.pooling.task
-    paths = ", ".join((*ENDPOINTS[task], "/pooling"))
-    return f"the model `{card.names[0]}` has the task {task.value}; it serves {paths}"
+    task, of_tokens = card.pooling.task, card.pooling.of_tokens
+    paths = ", ".join((*(() if of_tokens else ENDPOINTS[task]), "/pooling"))
+    results = f" and results of each token ({card.pooling.pooling})" if of_tokens else ""
+    return f"the model `{card.names[0]}` has the task {task.value}{results}; it serves {paths}"
 
 
 def refuse_task(card: ModelCard) -> NoReturn:
@@ -45,6 +46,14 @@ def pooling_card(card: ModelCard, *tasks: PoolingTask) -> PoolingCard:
     if card.pooling is None or (tasks and card.pooling.task not in tasks):
         refuse_task(card)
     return card.pooling
+
+
+def text_card(card: ModelCard, *tasks: PoolingTask) -> PoolingCard:
+    """The same of a model that makes one result of a text. Raises RequestError."""
+    pooling = pooling_card(card, *tasks)
+    if pooling.of_tokens:
+        refuse_task(card)
+    return pooling
 
 
 def check_params(params: PoolingParams, card: ModelCard) -> None:

@@ -49,7 +49,7 @@ INPUT_TYPES = {
 
 def parse_embedding(request: EmbeddingRequest, card: ModelCard, name: str) -> PoolingRequest:
     """`name` is the unique part of the answer's id, where the request has none. Raises RequestError."""
-    params_check.pooling_card(card, PoolingTask.EMBED)
+    params_check.text_card(card, PoolingTask.EMBED)
     dimensions = request_checks.read_dimensions(request.dimensions, card)
     params = request_checks.vector_params(PoolingTask.EMBED, dimensions, request.normalize, request.use_activation)
     return _text_request(request, card, "embd-", name, params, _format(request.encoding_format))
@@ -57,7 +57,7 @@ def parse_embedding(request: EmbeddingRequest, card: ModelCard, name: str) -> Po
 
 def parse_classification(request: ClassificationRequest, card: ModelCard, name: str) -> PoolingRequest:
     """Raises RequestError."""
-    params_check.pooling_card(card, PoolingTask.CLASSIFY)
+    params_check.text_card(card, PoolingTask.CLASSIFY)
     params = request_checks.score_params(
         PoolingTask.CLASSIFY, request.use_activation, request.activation, request.softmax
     )
@@ -106,7 +106,7 @@ def parse_rerank(request: RerankRequest, card: ModelCard, name: str) -> PoolingR
 
 def parse_cohere_embed(request: CohereEmbedRequest, card: ModelCard, name: str) -> PoolingRequest:
     """Raises RequestError. Texts that are too long are cut, as Cohere documents it, unless `truncate` is NONE."""
-    pooling = params_check.pooling_card(card, PoolingTask.EMBED)
+    pooling = params_check.text_card(card, PoolingTask.EMBED)
     field, texts = _cohere_texts(request)
     formats = tuple(dict.fromkeys(request.embedding_types or ("float",)))
     for i, one in enumerate(formats):
@@ -188,7 +188,7 @@ def _pair_request(request: PairFields, card: ModelCard, prefix: str, name: str, 
 
 def _compares(card: ModelCard) -> bool:
     """Whether the model's scores are similarities of vectors. Raises RequestError if it has no scores."""
-    return params_check.pooling_card(card, PoolingTask.SCORE, PoolingTask.EMBED).task is PoolingTask.EMBED
+    return params_check.text_card(card, PoolingTask.SCORE, PoolingTask.EMBED).task is PoolingTask.EMBED
 
 
 def _options(

@@ -154,6 +154,8 @@ def test_parameters_reach_the_ring(make) -> None:
     [
         (EMBED, lambda llm: llm.classify("a"), "has the task embed"),
         (CLASSIFY, lambda llm: llm.embed("a"), "has the task classify"),
+        (msgspec.structs.replace(CLASSIFY, of_tokens=True), lambda llm: llm.classify("a"), "results of each token"),
+        (msgspec.structs.replace(EMBED, of_tokens=True), lambda llm: llm.score("a", "b"), "results of each token"),
         (CLASSIFY, lambda llm: llm.score("a", "b"), "has the task classify"),
         (SCORE, lambda llm: llm.reward("a"), "has the task score"),
         (None, lambda llm: llm.embed("a"), "generates text"),
