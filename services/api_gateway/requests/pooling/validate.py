@@ -78,6 +78,8 @@ def parse_pooling(request: PoolingRequestFields, card: ModelCard, name: str) -> 
         params = request_checks.score_params(
             PoolingTask.ENCODE, request.use_activation, request.activation, request.softmax
         )
+    params = request_checks.with_pooling(params, request.pooling_type, request.step_tag_id, request.returned_token_ids)
+    params_check.check_params(params, card)
     return _text_request(request, card, "pool-", name, params, _format(request.encoding_format))
 
 
