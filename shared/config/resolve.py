@@ -34,8 +34,10 @@ from blockyard.shared.config.pooling.pooling_fields import (
     is_encoder,
     pair_template,
     pooling_notes,
+    task_of,
     worker_pooling_fields,
 )
+from blockyard.shared.config.pooling.task_choice import GENERATE
 from blockyard.shared.config.server import access_keys, http_server, log_settings, server_info
 from blockyard.shared.config.services.detokenizer import DetokenizerConfig
 from blockyard.shared.config.services.gateway import GatewayConfig
@@ -59,6 +61,9 @@ MOCK_LENGTH = 32768  # context length of a mock worker, if the model has none
 DEPTH_FLAGS = ("run-ahead", "disable-async-output-proc", "num-scheduler-steps", "num-lookahead-slots")
 CPU_STEP_TOKENS = 512  # a longer prefill chunk would delay decodes in the same step
 ENCODER_CPU_STEP_TOKENS = 2048  # enough texts for the threads of a few cores
+# No decode waits for a step that pools, and its kernels are launched one by one: a small step takes the host longer
+# than the GPU, and its matrices do not fill the multiprocessors.
+POOLING_GPU_STEP_TOKENS = 8192
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
@@ -356,6 +361,8 @@ def step_tokens(values: Values, model: Checkpoint) -> int:
         of_an_expert = tokens_of_an_expert(model.config, GPU_STEP_TOKENS)
         has_few = of_an_expert is not None and of_an_expert < FEW_TOKENS_OF_AN_EXPERT
         usual = 2 * GPU_STEP_TOKENS if has_few else GPU_STEP_TOKENS
+        if task_of(values, model) != GENERATE:
+            usual = max(usual, POOLING_GPU_STEP_TOKENS)
     if not values.get("enable-chunked-prefill", bool):
         usual = max(usual, context_limit(values, model.config) or model_length(model.config) or 0)
     if values["performance-mode"] == "throughput":

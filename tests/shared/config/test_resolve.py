@@ -613,3 +613,10 @@ def test_a_step_of_an_encoder_has_texts_for_the_threads_of_a_cpu() -> None:
     ring = deploy("--device", "cpu", config={"architectures": ["BertModel"], "hidden_size": 64})
     assert ring.scheduler.max_num_batched_tokens == ring.workers[0].max_num_batched_tokens == 2048
     assert deploy("--device", "cpu", "--max-num-batched-tokens", "512").workers[0].max_num_batched_tokens == 512
+
+
+@pytest.mark.parametrize(("name", "flags"), [("BertModel", ()), ("LlamaForCausalLM", ("--task", "embed"))])
+def test_steps_that_pool_fill_a_gpu(name: str, flags: tuple[str, ...]) -> None:
+    config = {"architectures": [name], "hidden_size": 64}
+    ring = deploy("--device", "cuda", *flags, config=config)
+    assert ring.scheduler.max_num_batched_tokens == ring.workers[0].max_num_batched_tokens == 8192

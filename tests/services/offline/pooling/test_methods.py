@@ -16,6 +16,7 @@ from fake_ring import CARD
 
 from blockyard import PoolingParams, PoolingRequestOutput
 from blockyard.services.offline.pooling.methods import PoolingMethods
+from blockyard.services.offline.pooling.outputs import embedded
 from blockyard.services.offline.pooling.pooling_batch import PART, PoolingBatch
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import NamedPrompt, PoolingCard, PoolingTask
@@ -130,7 +131,8 @@ def test_a_batch_is_aborted_with_the_reason(make) -> None:
 
 async def aborted_with(llm: FakeLLM, error: RequestError) -> None:
     llm.fake.answers.clear()
-    batch = PoolingBatch("b", llm.batches[0]._job, SimpleNamespace(pooling=llm.fake, clock=time.monotonic))
+    client: Any = SimpleNamespace(pooling=llm.fake, clock=time.monotonic)
+    batch = PoolingBatch("b", llm.batches[0]._job, client, embedded)
     llm.fake.calls.clear()
     running = asyncio.ensure_future(batch.run())
     while not llm.fake.calls:
@@ -162,6 +164,9 @@ def test_parameters_reach_the_ring(make) -> None:
         (EMBED, lambda llm: llm.encode("a", pooling_task="classify"), "has the task embed"),
         (EMBED, lambda llm: llm.embed(["a", ""]), r"prompts\[1\]` is empty"),
         (EMBED, lambda llm: llm.embed([[1], [5, 300]]), r"prompts\[1\].*300 is outside"),
+        (EMBED, lambda llm: llm.embed([[1], [5, 2.5]]), r"prompts\[1\]: not a list of token ids"),
+        (EMBED, lambda llm: llm.embed([[1], [-1]]), r"prompts\[1\]: not a list of token ids"),
+        (EMBED, lambda llm: llm.embed([[1], []]), r"prompts\[1\]` is empty"),
         (EMBED, lambda llm: llm.embed("a", pooling_params=PoolingParams(dimensions=3)), "trained for: 2"),
         (EMBED, lambda llm: llm.embed(["a"], pooling_params=[]), "0 pooling_params for 1"),
         (EMBED, lambda llm: llm.embed("a", pooling_params=3), "must be PoolingParams"),
