@@ -18,7 +18,7 @@ from blockyard.shared.errors import ConfigError
 SCORE = "score"  # name of a decoder's classifier in checkpoints
 
 
-class TokenRows(Protocol):
+class EmbeddingRows(Protocol):
     """An embedding table, as far as it is read here."""
 
     vocab_size: int
@@ -65,7 +65,7 @@ def make_decoder_output(
     kind: OutputKind,
     config: dict[str, Any],
     layers: LinearLayers,
-    embedding: TokenRows,
+    embedding: EmbeddingRows,
     hidden: int,
     *,
     tied: bool,
@@ -92,7 +92,7 @@ def make_decoder_output(
 
 
 def _token_classifier(
-    config: dict[str, Any], layers: LinearLayers, embedding: TokenRows, hidden: int, *, tied: bool
+    config: dict[str, Any], layers: LinearLayers, embedding: EmbeddingRows, hidden: int, *, tied: bool
 ) -> Linear:
     """Makes a classifier of one label of the language model's output matrix: the row of the true token, minus that of
     the false one. The rest of the matrix is given up once it is loaded."""

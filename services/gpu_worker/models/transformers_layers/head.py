@@ -59,7 +59,7 @@ class _LayersOutput(BaseModelOutputWithPast):
 
 
 class ClassEmbedding:
-    """The embedding table of a class. Implements `output_layers.TokenRows`."""
+    """The embedding table of a class. Implements `output_layers.EmbeddingRows`."""
 
     def __init__(self, causal: Any) -> None:
         self._module: nn.Embedding = causal.get_input_embeddings()
