@@ -9,6 +9,7 @@ from functools import lru_cache
 ID_BYTES = 4
 assert sys.byteorder == "little", "arrays of ids are sent as they lie in memory"
 _LANES = 1024  # ids compared at once, few enough to stay in the L1 cache
+_FEW_LANES = 64  # of short prompts: the operations take as long as their widest integer
 
 
 def pack(token_ids: Iterable[int]) -> bytes:
@@ -40,7 +41,8 @@ def first_outside(data: bytes, vocab_size: int) -> int | None:
     Many ids are the 32-bit lanes of one large integer. 2**31 - vocab_size is added to each lane; an id is outside the
     vocabulary if its lane's top bit is set before or after. Only lanes with the bit set before carry into the next.
     """
-    missing, top = _lanes(min(vocab_size, 1 << 31))
+    num_lanes = _FEW_LANES if len(data) <= ID_BYTES * _FEW_LANES else _LANES
+    missing, top = _lanes(min(vocab_size, 1 << 31), num_lanes)
     for first in range(0, len(data), ID_BYTES * _LANES):
         part = data[first : first + ID_BYTES * _LANES]
         ids = int.from_bytes(part, "little")
@@ -52,10 +54,10 @@ def first_outside(data: bytes, vocab_size: int) -> int | None:
 
 
 @lru_cache(8)
-def _lanes(limit: int) -> tuple[int, int]:
+def _lanes(limit: int, num_lanes: int) -> tuple[int, int]:
     """Returns two integers: 2**31 - limit in every lane, and the top bit in every lane."""
 
     def filled(lane: int) -> int:
-        return int.from_bytes(lane.to_bytes(ID_BYTES, "little") * _LANES, "little")
+        return int.from_bytes(lane.to_bytes(ID_BYTES, "little") * num_lanes, "little")
 
     return filled((1 << 31) - limit), filled(1 << 31)

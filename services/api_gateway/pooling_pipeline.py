@@ -82,8 +82,12 @@ class PoolingPipeline:
             return await score_pairs(self._client.pooling, call, request.pairs.pairs(), request.pairs.compares)
         if request.messages is None:
             return await self._client.pooling.pool(self._call(request, request.inputs(), name, tenant))
-        [rendered] = await self._client.tokenizer_client.tokenize([request.messages], f"{name}-messages", tenant=tenant)
-        return await self._client.pooling.pool(self._call(request, [rendered.token_ids], name, tenant))
+        # cut as a text, it keeps its special tokens
+        as_text = request.truncate_prompt_tokens is not None and request.add_special_tokens is True
+        prompt = msgspec.structs.replace(request.messages, want_text=as_text)
+        [rendered] = await self._client.tokenizer_client.tokenize([prompt], f"{name}-messages", tenant=tenant)
+        given = rendered.text if as_text else rendered.token_ids
+        return await self._client.pooling.pool(self._call(request, [given], name, tenant))
 
     def _call(self, request: PoolingRequest, inputs: Sequence[PoolingInput], name: str, tenant: str) -> PoolingCall:
         call = request.call(inputs, name, tenant)

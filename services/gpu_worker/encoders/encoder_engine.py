@@ -1,5 +1,6 @@
 """Starts the runner of a model without KV: weights and pooling, and nothing that belongs to blocks or sampling."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError, LoadError
 from blockyard.shared.messages import Geometry, PoolingCard, PoolingTask
 
-FIRST_TOKENS = 2  # of the first step
+FIRST_LENGTHS = (2, 32, 64, 128)  # of texts: a GPU's attention has tiles for each, which its first use compiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def start_encoder(start: EncoderStart) -> EncoderRunner:
     steps = PackedSteps(model, output, backend.packed_product(config.batch_invariant), graphs, threads, announce)
     runner = EncoderRunner(model, steps, geometry, mirror)
     report.phase("first step")
-    first_step(steps, start.max_model_len)
+    first_steps(steps, start.max_model_len, FIRST_LENGTHS if backend.link.copies else FIRST_LENGTHS[:1])
     if graphs is not None:
         report.phase("capturing CUDA graphs")
         report.note(graphs.capture())
@@ -126,11 +127,12 @@ def geometry_of(model: Model, config: WorkerConfig, max_model_len: int, card: Po
     )
 
 
-def first_step(steps: PackedSteps, max_model_len: int) -> None:
-    """Runs one text. Raises LoadError if its results are not finite."""
-    lengths = np.array([min(FIRST_TOKENS, max_model_len)])
-    ids, skips = np.zeros(lengths[0], np.int64), np.zeros_like(lengths)
-    pooled = steps.run(PackedBatch(token_ids=ids, lengths=lengths, skips=skips, options=[(1, DEFAULT)]))
-    pooled.done.synchronize()
-    if pooled.not_finite().any():
-        raise LoadError("a first step makes numbers that are not finite; the weights or --dtype are wrong")
+def first_steps(steps: PackedSteps, max_model_len: int, first_lengths: Sequence[int]) -> None:
+    """Runs texts of these lengths, each alone. Raises LoadError if results are not finite."""
+    for length in first_lengths:
+        lengths = np.array([min(length, max_model_len)])
+        ids, skips = np.zeros(lengths[0], np.int64), np.zeros_like(lengths)
+        pooled = steps.run(PackedBatch(token_ids=ids, lengths=lengths, skips=skips, options=[(1, DEFAULT)]))
+        pooled.done.synchronize()
+        if pooled.not_finite().any():
+            raise LoadError("a first step makes numbers that are not finite; the weights or --dtype are wrong")

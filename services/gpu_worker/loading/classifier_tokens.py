@@ -17,17 +17,18 @@ def settle_classifier(settings: dict[str, Any], folder: Path, tokenizer_folder: 
 
     By --hf-overrides with `classifier_from_token`, or a LogitScore module in the model's folder. Raises ConfigError.
     """
-    tokens = settings.get(_TOKENS)
+    tokens, name = settings.get(_TOKENS), str(settings["architectures"][0])
+    classifier = name.replace("ForCausalLM", "ForSequenceClassification")
     if tokens is not None:
         if not isinstance(tokens, list) or len(tokens) != 2 or not all(isinstance(one, str) for one in tokens):
             raise ConfigError(f"config.json: {_TOKENS} {tokens!r} has to be two tokens, the false one first")
-        return settings | {TOKEN_IDS: _ids_of(tokens, tokenizer_folder / "tokenizer.json"), "num_labels": 1}
+        ids = _ids_of(tokens, tokenizer_folder / "tokenizer.json")
+        return settings | {"architectures": [classifier], TOKEN_IDS: ids, "num_labels": 1}
     modules = read_modules(folder)
     if modules is None or modules.logit_score is None:
         return settings
-    score, name = modules.logit_score, str(settings["architectures"][0])
+    score = modules.logit_score
     ids = [score.true_token_id] if score.false_token_id is None else [score.false_token_id, score.true_token_id]
-    classifier = name.replace("ForCausalLM", "ForSequenceClassification")
     return settings | {"architectures": [classifier], TOKEN_IDS: ids, "num_labels": 1}
 
 

@@ -1,12 +1,12 @@
 """Output layers of models that do not generate: labels of sequences and tokens, rewards, scores by two tokens."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.layers.activations import ACTIVATIONS
-from blockyard.services.gpu_worker.layers.embedding import HEAD, OutputLayer, TokenEmbedding
+from blockyard.services.gpu_worker.layers.embedding import HEAD, OutputLayer
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers, dense_linear
 from blockyard.services.gpu_worker.layers.norm import Norm
 from blockyard.services.gpu_worker.loading.classifier_tokens import TOKEN_IDS
@@ -16,6 +16,15 @@ from blockyard.shared.config.pooling.output_kinds import OutputKind
 from blockyard.shared.errors import ConfigError
 
 SCORE = "score"  # name of a decoder's classifier in checkpoints
+
+
+class EmbeddingRows(Protocol):
+    """An embedding table, as far as it is read here."""
+
+    vocab_size: int
+
+    def row(self, token_id: int) -> Tensor:
+        """Returns the embedding [1, width] of a token as the checkpoint has it, on all ranks."""
 
 
 class NoOutput:
@@ -56,7 +65,7 @@ def make_decoder_output(
     kind: OutputKind,
     config: dict[str, Any],
     layers: LinearLayers,
-    embedding: TokenEmbedding,
+    embedding: EmbeddingRows,
     hidden: int,
     *,
     tied: bool,
@@ -83,7 +92,7 @@ def make_decoder_output(
 
 
 def _token_classifier(
-    config: dict[str, Any], layers: LinearLayers, embedding: TokenEmbedding, hidden: int, *, tied: bool
+    config: dict[str, Any], layers: LinearLayers, embedding: EmbeddingRows, hidden: int, *, tied: bool
 ) -> Linear:
     """Makes a classifier of one label of the language model's output matrix: the row of the true token, minus that of
     the false one. The rest of the matrix is given up once it is loaded."""

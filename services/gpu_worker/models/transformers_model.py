@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.services.gpu_worker.layers.adapter_rows import AdapterRows
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
+from blockyard.services.gpu_worker.layers.embedding import OutputLayer
 from blockyard.services.gpu_worker.layers.fused_ops import find_ops
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers
 from blockyard.services.gpu_worker.layers.long_rotations import FLAG as LONG_FLAG
@@ -36,7 +37,7 @@ from blockyard.services.gpu_worker.models.transformers_layers.attention_input im
 from blockyard.services.gpu_worker.models.transformers_layers.connection import NAME, Connection, register
 from blockyard.services.gpu_worker.models.transformers_layers.experts import ExpertsKind, are_experts, find_kind
 from blockyard.services.gpu_worker.models.transformers_layers.fusions import Fusions, find_fusions
-from blockyard.services.gpu_worker.models.transformers_layers.head import HeadAlone
+from blockyard.services.gpu_worker.models.transformers_layers.head import HeadAlone, make_own_output
 from blockyard.services.gpu_worker.models.transformers_layers.module_calls import recorded_calls
 from blockyard.services.gpu_worker.models.transformers_layers.placement import Placed, place_modules
 from blockyard.services.gpu_worker.models.transformers_layers.probes import PROBLEMS
@@ -82,16 +83,23 @@ def build(config: dict[str, Any], table: WeightTable) -> "TransformersModel":
     name, positions = type(causal).__name__, getattr(hf_config, "max_position_embeddings", None)
     if not isinstance(positions, int):
         raise ConfigError(f"{FLAG}: the config of {name} has no max_position_embeddings, which bounds a sequence")
-    shape = ModelShape(vocab_size=hf_config.vocab_size, max_positions=positions, attention=layers.attention)
+    linears = LinearLayers(table, config)
+    own = make_own_output(config, causal, layers.hidden_size, linears)
+    shape = ModelShape(
+        vocab_size=hf_config.vocab_size,
+        max_positions=positions,
+        attention=layers.attention,
+        num_outputs=None if own is None else own[1],
+    )
     connection = Connection(causal)
     if table.has_memory:
         place_buffers(causal, table.device)
     table.leave_out(*OTHER_PARTS)
-    ops, linears = find_ops(table.device), LinearLayers(table, config)
+    ops = find_ops(table.device)
     placed = place_modules(causal, linears, layers.fusions, layers.calls, ops, experts=layers.experts, plan=layers.plan)
     with _refusals(name):
         use_stored_names(causal, table)
-    model = TransformersModel(causal, connection, shape, table, placed)
+    model = TransformersModel(causal, connection, shape, table, placed, None if own is None else own[0])
     if not table.has_memory:
         with _refusals(name, "its head does not run without its layers: "), torch.inference_mode():
             model.logits(torch.zeros(PROBE_TOKENS, layers.hidden_size, dtype=table.dtype, device="meta"))
@@ -102,18 +110,26 @@ class TransformersModel:
     """Implements `Model`."""
 
     def __init__(
-        self, causal: Any, connection: Connection, shape: ModelShape, table: WeightTable, placed: Placed
+        self,
+        causal: Any,
+        connection: Connection,
+        shape: ModelShape,
+        table: WeightTable,
+        placed: Placed,
+        output: OutputLayer | None = None,
     ) -> None:
+        """output: in the place of the class's head; None: that one."""
         self.shape, self.table, self._placed, self._connection = shape, table, placed, connection
         self.adapter_rows, self.adaptable = AdapterRows(), AdaptableParts()
-        self._base, self._head = getattr(causal, causal.base_model_prefix), HeadAlone(causal)
+        self._base, self._output = getattr(causal, causal.base_model_prefix), output or HeadAlone(causal)
+        self._linears = [*placed.linears, *(() if output is None else output.linears())]
         self.own_products = sorted(placed.own_products)  # see `Placed`
         self._no_mask: Tensor | None = None  # of four dimensions: transformers then makes none itself
 
     def prepare(self, max_model_len: int) -> list[str]:
         if self.adapter_rows.long_rotations is not None:
             raise ConfigError(f"{LONG_FLAG} is not built yet with --model-impl transformers")
-        for linear in self._placed.linears:
+        for linear in self._linears:
             linear.prepare()
         for norm in self._placed.norms:
             norm.prepare()
@@ -121,7 +137,7 @@ class TransformersModel:
         return []
 
     def linears(self) -> list[Linear]:
-        return self._placed.linears
+        return self._linears
 
     def experts(self) -> list[ExpertProducts]:
         return [module.products for module in self._placed.experts]
@@ -145,7 +161,7 @@ class TransformersModel:
         return hidden.index_select(0, step.logits_indices.rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._head(hidden)
+        return self._output(hidden)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,19 +7,15 @@ import msgspec
 
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.pooling.output import PoolingOutput, make_output
-from blockyard.shared.config.pooling.activations import Activation, choose_activation
+from blockyard.shared.config.pooling.activations import settle_activation
 from blockyard.shared.config.pooling.modes import PoolingMode
-from blockyard.shared.config.pooling.output_kinds import OutputKind, default_pooling, default_step_tag, first_kind
+from blockyard.shared.config.pooling.output_kinds import default_pooling, default_step_tag, first_kind
 from blockyard.shared.config.pooling.pooler_config import FLAG, read_overrides
 from blockyard.shared.config.pooling.pooling_card import hidden_size
 from blockyard.shared.config.pooling.pooling_choice import PoolingChoice, choose_pooling
 from blockyard.shared.config.pooling.sentence_modules import SentenceModules, read_modules
-from blockyard.shared.config.pooling.sentence_settings import read_settings
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.messages import PoolingTask
-
-VECTORS = (OutputKind.NONE, OutputKind.TOKENS)  # kinds of models whose hidden states are pooled to vectors
 
 
 def choose_output(config: WorkerConfig, settings: dict[str, Any], model: Model) -> tuple[PoolingChoice, PoolingOutput]:
@@ -29,19 +25,18 @@ def choose_output(config: WorkerConfig, settings: dict[str, Any], model: Model) 
         values = msgspec.json.decode(config.pooler_config, type=dict[str, Any])
     except msgspec.MsgspecError as e:
         raise ConfigError(f"{FLAG} {config.pooler_config!r}: {e}") from e
+    num_outputs = None if kind.makes_vectors else model.shape.num_outputs
     choice = choose_pooling(
         default_pooling(kind, has_kv=model.shape.has_kv, config=settings),
         hidden_size(settings),
         _modules(folder),
         read_overrides(values),
-        normalizes=kind in VECTORS,
+        num_outputs=num_outputs,
+        vocab_size=model.shape.vocab_size,
     )
     if choice.modes == (PoolingMode.STEP,) and choice.step_tag_id is None:
         choice = msgspec.structs.replace(choice, step_tag_id=default_step_tag(settings))
-    labels = model.shape.num_outputs or 1
-    activation = None if kind in VECTORS else _activation(config.task, kind, choice, settings, labels, folder)
-    if activation is not None and choice.returned_token_ids is None:
-        choice = msgspec.structs.replace(choice, width=labels)
+    activation = settle_activation(config.task, kind, settings, num_outputs or 1, folder, choice.softmax)
     return choice, make_output(model, choice, folder, activation)
 
 
@@ -49,15 +44,3 @@ def _modules(folder: Path) -> SentenceModules | None:
     """A LogitScore makes a classifier of the model, which pools as classifiers do."""
     found = read_modules(folder)
     return None if found is not None and found.logit_score is not None else found
-
-
-def _activation(
-    task: str, kind: OutputKind, choice: PoolingChoice, settings: dict[str, Any], labels: int, folder: Path
-) -> Activation:
-    if choice.softmax is not None:
-        return Activation.SOFTMAX if choice.softmax else Activation.NONE
-    if kind is OutputKind.REWARD or (task == PoolingTask.REWARD and kind is OutputKind.CLASSES):
-        return Activation.NONE
-    if kind is OutputKind.STEP_REWARD:
-        return Activation.SOFTMAX
-    return choose_activation(settings, labels, read_settings(folder).activation_fn)

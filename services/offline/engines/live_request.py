@@ -21,7 +21,6 @@ from blockyard.services.offline.sampling_params import RequestOutputKind, Sampli
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import PoolingTask
 from blockyard.shared.ring_client.pooling.calls import PooledText
-from blockyard.shared.token_ids import unpack
 
 ABORTED = "abort"  # finish_reason
 NO_RESULT = PooledText(b"", 0, 0)
@@ -166,7 +165,11 @@ class LivePooling:
         if len(job.inputs) != 1:
             raise RequestError(f"a request has one prompt, got {len(job.inputs)}", "prompt")
         self.id = request_id
-        self._batch, self._future = session.submit_batch(lambda name, client: PoolingBatch(name, job, client))
+
+        def make(_: str, item: PooledText, ids: list[int]) -> PoolingRequestOutput[PoolingOutput]:
+            return outputs.pooled(request_id, item, ids)
+
+        self._batch, self._future = session.submit_batch(lambda name, client: PoolingBatch(name, job, client, make))
 
     def abort(self) -> None:
         """Ends the request. Its output is then empty, as vLLM's is."""
@@ -176,8 +179,8 @@ class LivePooling:
         """Raises the error that ended the request."""
         done = asyncio.wrap_future(self._future)
         await asyncio.wait([done])  # only the caller's own cancellation is raised here
-        item = NO_RESULT
-        if not done.cancelled():
-            done.result()
-            [item] = self._batch.items
-        return outputs.pooled(self.id, item, unpack(item.token_ids))
+        if done.cancelled():
+            return outputs.pooled(self.id, NO_RESULT, [])
+        done.result()
+        [output] = self._batch.outputs
+        return output

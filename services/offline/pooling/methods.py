@@ -1,6 +1,6 @@
 """The methods of `LLM` for pooling models, with vLLM's signatures."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from blockyard.services.offline.pooling import outputs
@@ -11,20 +11,19 @@ from blockyard.services.offline.pooling.outputs import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from blockyard.services.offline.pooling.params import Params, read_all, truncation_of
-from blockyard.services.offline.pooling.pooling_batch import InputGroup, PoolingBatch, PoolingJob
+from blockyard.services.offline.pooling.params import CheckedPooling, Params, read_all, truncation_of
+from blockyard.services.offline.pooling.pooling_batch import InputGroup, Make, PoolingBatch, PoolingJob
 from blockyard.services.offline.progress import UseTqdm, wait
 from blockyard.services.offline.prompts import Prompt, read_prompts
 from blockyard.services.offline.running_model import RunningModel
 from blockyard.shared.errors import RequestError, not_built
 from blockyard.shared.messages import ModelCard, PoolingTask
 from blockyard.shared.ring_client.pooling import params_check, request_checks
-from blockyard.shared.ring_client.pooling.calls import PooledText, PoolingInput
+from blockyard.shared.ring_client.pooling.calls import PoolingInput
 from blockyard.shared.ring_client.pooling.pair_scores import Pairs
-from blockyard.shared.token_ids import first_outside, unpack
+from blockyard.shared.token_ids import first_outside, pack
 
 T = TypeVar("T")
-Make = Callable[[str, PooledText, list[int]], T]
 
 
 class PoolingMethods:
@@ -124,7 +123,7 @@ class PoolingMethods:
         _refuse("lora_request", lora_request)
         _refuse("chat_template", chat_template)
         card = self._running.session.card
-        task = params_check.pooling_card(card, PoolingTask.EMBED, PoolingTask.SCORE).task
+        task = params_check.text_card(card, PoolingTask.EMBED, PoolingTask.SCORE).task
         firsts, seconds = _texts(data_1, "data_1"), _texts(data_2, "data_2")
         if len(firsts) not in (1, len(seconds)):
             text = f"data_1 has {len(firsts)} texts and data_2 {len(seconds)}: one goes with many, or each with one"
@@ -163,12 +162,12 @@ class PoolingMethods:
 
     def _run_job(self, job: PoolingJob, make: Make[T], use_tqdm: UseTqdm) -> list[T]:
         num = len(job.groups)
-        batch, future = self._running.session.submit_batch(lambda name, client: PoolingBatch(name, job, client))
+        batch, future = self._running.session.submit_batch(lambda name, client: PoolingBatch(name, job, client, make))
         try:
             wait(batch.progress, future, num, use_tqdm, "Pooling")
         finally:
             future.cancel()  # cancels it if waiting was interrupted
-        return [make(f"{batch.name}-{i}", item, unpack(item.token_ids)) for i, item in enumerate(batch.items)]
+        return batch.outputs
 
 
 def text_job(
@@ -181,17 +180,49 @@ def text_job(
     priority: int = 0,
 ) -> PoolingJob:
     """The call for these prompts. Raises RequestError."""
-    params_check.pooling_card(card, *(() if task is PoolingTask.ENCODE else (task,)))
-    read = read_prompts(prompts, card.names[0])
-    checked = read_all(params, len(read), card, task, truncate)
+    if task in (PoolingTask.EMBED, PoolingTask.CLASSIFY):
+        params_check.text_card(card, task)
+    else:
+        params_check.pooling_card(card, *(() if task is PoolingTask.ENCODE else (task,)))
+    plain, is_single = _plain_inputs(prompts, card.vocab_size), False
+    if plain is not None:
+        inputs, salts = plain, [""] * len(plain)
+    else:
+        read = read_prompts(prompts, card.names[0])
+        inputs, salts = [_input(prompt, card.vocab_size) for prompt in read], [one.work.cache_salt for one in read]
+        is_single = len(read) == 1 and "[" not in read[0].where
+    checked = read_all(params, len(inputs), card, task, truncate)
     return PoolingJob(
         model=card.names[0],
-        groups=[InputGroup(a, p.work.cache_salt) for a, p in zip(checked, read, strict=True)],
-        inputs=[_input(prompt, card.vocab_size) for prompt in read],
-        is_single=len(read) == 1 and "[" not in read[0].where,
+        groups=_groups(checked, salts),
+        inputs=inputs,
+        is_single=is_single,
         prompt_name=request_checks.read_prompt_name("prompt_name", prompt_name, card),
         priority=priority,
     )
+
+
+def _groups(checked: Sequence[CheckedPooling], salts: Sequence[str]) -> list[InputGroup]:
+    """Of each input. Those like the first share one object: of many thousands, each would be garbage to collect."""
+    first = InputGroup(checked[0], salts[0]) if checked else None
+    return [
+        first if first is not None and a is first.checked and salt == first.cache_salt else InputGroup(a, salt)
+        for a, salt in zip(checked, salts, strict=True)
+    ]
+
+
+def _plain_inputs(prompts: Any, vocab_size: int) -> Sequence[PoolingInput] | None:
+    """The inputs of a list of texts, or of lists of ids, which need no reading; None: of others, or one is wrong."""
+    kinds = set(map(type, prompts)) if type(prompts) is list else set()
+    if kinds not in ({str}, {list}) or not all(prompts):
+        return None
+    if kinds == {str}:
+        return list(prompts)
+    try:
+        packed = [pack(one) for one in prompts]
+    except (OverflowError, TypeError):
+        return None
+    return packed if first_outside(b"".join(packed), vocab_size) is None else None
 
 
 def _input(prompt: Prompt, vocab_size: int) -> PoolingInput:

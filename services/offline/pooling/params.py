@@ -11,9 +11,6 @@ from blockyard.shared import messages
 from blockyard.shared.errors import RequestError, not_built
 from blockyard.shared.messages import ModelCard, PoolingTask
 from blockyard.shared.ring_client.pooling import params_check, request_checks
-from blockyard.shared.ring_client.request_fields import limits
-
-MAX_RETURNED = limits.MAX_LISTED
 
 
 class PoolingSettings(msgspec.Struct, kw_only=True):
@@ -29,6 +26,7 @@ class PoolingSettings(msgspec.Struct, kw_only=True):
     use_activation: bool | None = None  # False: logits in place of scores; of vectors another name of `normalize`
     activation: bool | None = None  # older name of use_activation
     softmax: bool | None = None  # the same
+    pooling_type: str | None = None  # CLS, LAST, MEAN, ALL or STEP, in any case
     step_tag_id: int | None = None  # with the pooling STEP: the token that ends a step
     returned_token_ids: list[int] | None = None  # the outputs of the model that are kept
     task: str | None = None  # the model's own, for vLLM's scripts that name it
@@ -83,8 +81,7 @@ def read(given: PoolingSettings, card: ModelCard, task: PoolingTask, truncate: i
         if given.normalize is not None:
             raise RequestError(f"normalize is of vectors; {params_check.serves(card)}", "normalize")
         params = request_checks.score_params(task, given.use_activation, given.activation, given.softmax)
-    limits.short("returned_token_ids", given.returned_token_ids or (), MAX_RETURNED)
-    params = msgspec.structs.replace(params, step_tag_id=given.step_tag_id, returned_token_ids=given.returned_token_ids)
+    params = request_checks.with_pooling(params, given.pooling_type, given.step_tag_id, given.returned_token_ids)
     asked = truncate if given.truncate_prompt_tokens is None else given.truncate_prompt_tokens
     return CheckedPooling(
         params,

@@ -1,10 +1,10 @@
 """Runs one call of a pooling method: asks the ring for some texts at a time."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from blockyard.services.offline.batch import BatchProgress
 from blockyard.services.offline.pooling.params import CheckedPooling
@@ -12,6 +12,10 @@ from blockyard.shared.errors import RequestError
 from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.pooling.calls import PooledAnswer, PooledText, PoolingCall, PoolingInput
 from blockyard.shared.ring_client.pooling.pair_scores import Pairs, score_pairs
+from blockyard.shared.token_ids import unpack
+
+T = TypeVar("T")
+Make = Callable[[str, PooledText, list[int]], T]  # of the output's id, the result and the ids of the input
 
 PART = 1024  # inputs that are asked for at once
 MOST_PARTS = 4  # at a time: one is tokenized while others are computed
@@ -41,14 +45,16 @@ class PoolingJob:
     priority: int = 0
 
 
-class PoolingBatch:
-    """`run` returns when every input has its result, in `items`. Runs on the ring's event loop."""
+class PoolingBatch(Generic[T]):
+    """`run` returns when every input has its output, in `outputs`. Runs on the ring's event loop.
 
-    def __init__(self, name: str, job: PoolingJob, client: RingClient) -> None:
+    Outputs of a part are made while the ring computes others.
+    """
+
+    def __init__(self, name: str, job: PoolingJob, client: RingClient, make: Make[T]) -> None:
         self.progress = BatchProgress()
-        self.name = name
-        self.items: list[PooledText] = []
-        self._job, self._client = job, client
+        self.outputs: list[T] = []
+        self._name, self._job, self._client, self._make = name, job, client, make
         self._running: asyncio.Task[None] | None = None
         self._error: RequestError | None = None
 
@@ -71,7 +77,7 @@ class PoolingBatch:
     async def _run_parts(self) -> None:
         self.progress.on_begin(self._client.clock())
         free = asyncio.Semaphore(MOST_PARTS)
-        found: dict[int, list[PooledText]] = {}
+        found: dict[int, list[T]] = {}
         parts = list(self._parts())
         tasks = [asyncio.create_task(self._run_part(part, free, found)) for part in parts]
         try:
@@ -80,12 +86,13 @@ class PoolingBatch:
             for task in tasks:
                 task.cancel()
         for part in parts:
-            self.items += found[part.start]
+            self.outputs += found[part.start]
 
-    async def _run_part(self, part: range, free: asyncio.Semaphore, found: dict[int, list[PooledText]]) -> None:
+    async def _run_part(self, part: range, free: asyncio.Semaphore, found: dict[int, list[T]]) -> None:
         async with free:
             answer = await self._ask(part)
-        found[part.start] = answer.items
+        named = enumerate(answer.items, part.start)
+        found[part.start] = [self._make(f"{self._name}-{i}", item, unpack(item.token_ids)) for i, item in named]
         self.progress.add_prompt_tokens(answer.num_tokens)
         for _ in part:
             self.progress.on_finish(self._client.clock())
@@ -114,7 +121,7 @@ class PoolingBatch:
     def _call(self, part: range) -> PoolingCall:
         job, (checked, salt) = self._job, self._job.groups[part.start]
         return PoolingCall(
-            request_id=f"{self.name}-{part.start}",
+            request_id=f"{self._name}-{part.start}",
             model=job.model,
             inputs=(),
             params=checked.params,

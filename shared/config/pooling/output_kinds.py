@@ -17,6 +17,11 @@ class OutputKind(enum.StrEnum):
     REWARD = "reward"  # a number for each token
     STEP_REWARD = "step_reward"  # logits of good and bad for each step of a solution
 
+    @property
+    def makes_vectors(self) -> bool:
+        """Whether hidden states are pooled to vectors. Of others the output layer's numbers are results."""
+        return self in (OutputKind.NONE, OutputKind.TOKENS)
+
 
 _SUFFIXES = {
     "ForSequenceClassification": OutputKind.CLASSES,

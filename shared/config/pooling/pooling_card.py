@@ -4,13 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from blockyard.shared.config.pooling.output_kinds import OutputKind, first_kind
+from blockyard.shared.config.pooling.output_kinds import first_kind
 from blockyard.shared.config.pooling.pooling_choice import PoolingChoice
 from blockyard.shared.config.pooling.sentence_modules import read_modules
 from blockyard.shared.config.pooling.sentence_settings import read_settings
 from blockyard.shared.messages import NamedPrompt, PoolingCard, PoolingTask
-
-_OF_VECTORS = (OutputKind.NONE, OutputKind.TOKENS)
 
 
 def hidden_size(config: Mapping[str, Any]) -> int:
@@ -32,7 +30,7 @@ def make_card(
     modules = read_modules(folder)
     settings = read_settings(folder, modules.transformer_folder if modules is not None else "")
     trained = config.get("matryoshka_dimensions")
-    makes_vectors = first_kind(config) in _OF_VECTORS
+    makes_vectors = first_kind(config).makes_vectors
     return PoolingCard(
         task=task,
         width=choice.width,

@@ -47,15 +47,17 @@ def choose_pooling(
     modules: SentenceModules | None,
     overrides: PoolerOverrides,
     *,
-    normalizes: bool = True,
+    num_outputs: int | None = None,
+    vocab_size: int | None = None,
 ) -> PoolingChoice:
-    """Returns how vectors are made.
+    """Returns how results are made.
 
-    default: of the model's kind. hidden_size: of its hidden states. normalizes: whether a folder without modules.json
-    does, as models that make vectors do, and classifiers do not. Raises ConfigError if the modules do not fit the model
-    or the flag contradicts itself.
+    default: of the model's kind. hidden_size: of its hidden states. num_outputs: of the output layer, behind the
+    pooling; None: the model makes vectors. vocab_size: None: not known. Raises ConfigError if the modules do not fit
+    the model or the flag contradicts itself or the model.
     """
-    found = _of_folder(default, hidden_size, modules, normalizes)
+    _check_overrides(overrides, num_outputs, vocab_size)
+    found = _of_folder(default, hidden_size, modules, normalizes=num_outputs is None)
     if overrides.mode is not None:
         dense = () if overrides.mode.is_of_tokens else found.dense
         if dense and len(found.modes) > 1:
@@ -77,7 +79,9 @@ def choose_pooling(
     is_step = found.modes == (PoolingMode.STEP,)
     if overrides.step_tag_id is not None and not is_step:
         raise ConfigError(f"{FLAG}: step_tag_id has an effect only with pooling_type STEP")
-    width = found.width if overrides.returned_token_ids is None else len(overrides.returned_token_ids)
+    width = found.width if num_outputs is None else num_outputs
+    if overrides.returned_token_ids is not None:
+        width = len(overrides.returned_token_ids)
     return msgspec.structs.replace(
         found,
         width=width,
@@ -87,8 +91,21 @@ def choose_pooling(
     )
 
 
+def _check_overrides(overrides: PoolerOverrides, num_outputs: int | None, vocab_size: int | None) -> None:
+    """Raises ConfigError for fields that the model has no use for, and for ids that it does not have."""
+    of_others = ("softmax", "returned_token_ids") if num_outputs is None else ("normalize",)
+    if wrong := [name for name in of_others if getattr(overrides, name) is not None]:
+        kind = "scores and classes" if num_outputs is None else "vectors"
+        raise ConfigError(f"{FLAG}: {wrong[0]} is for {kind}, which this model does not make")
+    returned, tag = overrides.returned_token_ids, overrides.step_tag_id
+    if returned is not None and num_outputs is not None and (not returned or max(returned) >= num_outputs):
+        raise ConfigError(f"{FLAG}: returned_token_ids {list(returned)} are not some of the {num_outputs} outputs")
+    if tag is not None and vocab_size is not None and tag >= vocab_size:
+        raise ConfigError(f"{FLAG}: step_tag_id {tag} is outside the vocabulary of {vocab_size}")
+
+
 def _of_folder(
-    default: PoolingMode, hidden_size: int, modules: SentenceModules | None, normalizes: bool
+    default: PoolingMode, hidden_size: int, modules: SentenceModules | None, *, normalizes: bool
 ) -> PoolingChoice:
     if modules is None or modules.pooling is None:
         if modules is not None and normalizes:

@@ -7,6 +7,7 @@ import msgspec
 from blockyard.shared.config import adapters
 from blockyard.shared.config.checkpoint import Checkpoint, chat_template, config_overrides, context_limit, model_length
 from blockyard.shared.config.parsed_flags import Values
+from blockyard.shared.config.pooling.activations import num_outputs, settle_activation
 from blockyard.shared.config.pooling.output_kinds import OutputKind, default_pooling, first_kind
 from blockyard.shared.config.pooling.pair_templates import choose_pair_template
 from blockyard.shared.config.pooling.pooler_config import read_overrides
@@ -17,6 +18,7 @@ from blockyard.shared.config.pooling.sentence_settings import read_settings
 from blockyard.shared.config.pooling.task_choice import GENERATE, settle_task
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.json_objects import merge_patch
+from blockyard.shared.messages import PoolingTask
 
 _OF_DECODING = (
     *("generation-config", "override-generation-config", "max-logprobs", "logprobs-mode", "run-ahead-penalties"),
@@ -57,7 +59,7 @@ def worker_pooling_fields(values: Values, model: Checkpoint) -> dict[str, Any]:
     config = settled_config(values, model)
     _check_flags(values, task, config)
     if config.get("architectures"):
-        _check(values, model, config)
+        _check(values, model, task, config)
     fields: dict[str, Any] = {"task": task, "max_model_len": _length(values, model, config)}
     fields["has_pair_template"] = pair_template(values, model) is not None
     return fields | ({"pooler_config": msgspec.json.encode(given).decode()} if given else {})
@@ -106,20 +108,23 @@ def _check_flags(values: Values, task: str, config: dict[str, Any]) -> None:
         raise ConfigError(f"{where}: not built yet with {config['architectures'][0]}, an encoder runs in one stage")
 
 
-def _check(values: Values, model: Checkpoint, config: dict[str, Any]) -> None:
+def _check(values: Values, model: Checkpoint, task: str, config: dict[str, Any]) -> None:
     """Raises ConfigError if flags and folder contradict each other."""
-    kind = first_kind(config)
+    kind = OutputKind.CLASSES if task == PoolingTask.SCORE else first_kind(config)
     modules = read_modules(model.path)
     if modules is not None and modules.logit_score is not None:
         modules = None
-    choose_pooling(
+    outputs = num_outputs(task, kind, config)
+    choice = choose_pooling(
         default_pooling(kind, has_kv=has_kv(config), config=config),
         hidden_size(config),
         modules,
         read_overrides(values.maybe("override-pooler-config", dict) or {}),
-        normalizes=kind in (OutputKind.NONE, OutputKind.TOKENS),
+        num_outputs=outputs,
+        vocab_size=config.get("vocab_size"),
     )
     read_settings(model.path, modules.transformer_folder if modules is not None else "")
+    settle_activation(task, kind, config, outputs or 1, model.path, choice.softmax)
 
 
 def _length(values: Values, model: Checkpoint, config: dict[str, Any]) -> int | None:

@@ -70,7 +70,7 @@ class SentenceModules(msgspec.Struct, frozen=True, kw_only=True):
 class _ModuleEntry(msgspec.Struct, frozen=True):
     type: str
     path: str = ""
-    idx: int = 0
+    name: str | None = None
 
 
 class _PoolingFile(msgspec.Struct, frozen=True):
@@ -117,6 +117,7 @@ def read_modules(folder: Path) -> SentenceModules | None:
 
 
 def _entries(path: Path) -> list[_ModuleEntry]:
+    """The modules in the order in which they run: that of the file. sentence-transformers does not read `idx`."""
     try:
         listed = msgspec.json.decode(path.read_bytes(), type=list[_ModuleEntry])
     except OSError as e:
@@ -125,7 +126,10 @@ def _entries(path: Path) -> list[_ModuleEntry]:
         raise ConfigError(f"{path}: {e}") from e
     if not listed:
         raise ConfigError(f"{path} lists no modules")
-    return sorted(listed, key=lambda entry: entry.idx)
+    names = [entry.name for entry in listed if entry.name is not None]
+    if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+        raise ConfigError(f"{path} has two modules with the name {twice[0]!r}")
+    return listed
 
 
 def _inside(path: Path, name: str) -> str:

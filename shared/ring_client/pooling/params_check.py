@@ -24,9 +24,10 @@ def serves(card: ModelCard) -> str:
     """Says what a model serves, for errors of calls for anything else."""
     if card.pooling is None:
         return f"the model `{card.names[0]}` generates text; it serves {GENERATION}. --task embed makes vectors"
-    task = card.pooling.task
-    paths = ", ".join((*ENDPOINTS[task], "/pooling"))
-    return f"the model `{card.names[0]}` has the task {task.value}; it serves {paths}"
+    task, of_tokens = card.pooling.task, card.pooling.of_tokens
+    paths = ", ".join((*(() if of_tokens else ENDPOINTS[task]), "/pooling"))
+    results = f" and results of each token ({card.pooling.pooling})" if of_tokens else ""
+    return f"the model `{card.names[0]}` has the task {task.value}{results}; it serves {paths}"
 
 
 def refuse_task(card: ModelCard) -> NoReturn:
@@ -45,6 +46,14 @@ def pooling_card(card: ModelCard, *tasks: PoolingTask) -> PoolingCard:
     if card.pooling is None or (tasks and card.pooling.task not in tasks):
         refuse_task(card)
     return card.pooling
+
+
+def text_card(card: ModelCard, *tasks: PoolingTask) -> PoolingCard:
+    """The same of a model that makes one result of a text. Raises RequestError."""
+    pooling = pooling_card(card, *tasks)
+    if pooling.of_tokens:
+        refuse_task(card)
+    return pooling
 
 
 def check_params(params: PoolingParams, card: ModelCard) -> None:
@@ -68,9 +77,14 @@ def check_params(params: PoolingParams, card: ModelCard) -> None:
     is_step = PoolingMode.STEP.name in (mode.name if mode is not None else pooling.pooling,)
     if params.step_tag_id is not None and not is_step:
         raise RequestError("`step_tag_id` has an effect only with `pooling_type` STEP", "step_tag_id")
-    if any(one < 0 or one >= pooling.width for one in params.returned_token_ids or ()):
+    if params.step_tag_id is not None and not 0 <= params.step_tag_id < card.vocab_size:
+        text = f"`step_tag_id` {params.step_tag_id} is outside the vocabulary of {card.vocab_size}"
+        raise RequestError(text, "step_tag_id")
+    returned = params.returned_token_ids
+    if returned is not None and not (returned and all(0 <= one < pooling.width for one in returned)):
         raise RequestError(
-            f"`returned_token_ids` are outputs of the model, below {pooling.width}", "returned_token_ids"
+            f"`returned_token_ids` are outputs of the model, below {pooling.width}, and at least one",
+            "returned_token_ids",
         )
 
 

@@ -1,5 +1,9 @@
 """Reads the fields of a request to a pooling model by the model's card. HTTP and offline requests share it."""
 
+from collections.abc import Sequence
+
+import msgspec
+
 from blockyard.shared.config.pooling.pooling_choice import dimensions_problem
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import ModelCard, PoolingParams, PoolingTask
@@ -105,3 +109,14 @@ def score_params(
     """Parameters of scores, classes and rewards. The three are names of one field."""
     value = same(use_activation=use_activation, activation=activation, softmax=softmax)
     return PoolingParams(task=task, use_activation=value)
+
+
+def with_pooling(
+    params: PoolingParams, pooling_type: str | None, step_tag_id: int | None, returned_token_ids: Sequence[int] | None
+) -> PoolingParams:
+    """Parameters of a request that pools in a way of its own. Raises RequestError for a list that is too long."""
+    returned = None if returned_token_ids is None else list(returned_token_ids)
+    limits.short("returned_token_ids", returned or (), limits.MAX_LISTED)
+    return msgspec.structs.replace(
+        params, pooling_type=pooling_type, step_tag_id=step_tag_id, returned_token_ids=returned
+    )

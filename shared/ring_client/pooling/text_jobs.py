@@ -1,8 +1,9 @@
 """Tokenizes the inputs of a call: many texts in one job, as many as a job's limits are for."""
 
 import asyncio
+import contextlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -46,13 +47,16 @@ class TextJobs:
         found = TokenizedInputs([b""] * len(call.inputs))
         plain: list[int] = []
         pairs: list[int] = []
+        given: dict[int, bytes | list[int]] = {}  # as token ids, by place
         for i, one in enumerate(call.inputs):
             if isinstance(one, str):
                 plain.append(i)
             elif isinstance(one, TextPair):
                 pairs.append(i)
             else:
-                found.prompts[i] = _cut_ids(call, i, one, card, most, truncates)
+                given[i] = one
+        for place, ids in zip(given, _given_ids(call, given, card, most, truncates), strict=True):
+            found.prompts[place] = ids
         _check_texts(call, pooling)
         template = TokenizeTexts(
             "", card.names[0], [], [], most, truncates, call.truncation_side == "left",
@@ -216,10 +220,22 @@ def _check_text(call: PoolingCall, index: int, one: str | TextPair, pooling: Poo
             raise RequestError("the text has half a surrogate pair in it", name)
 
 
+def _given_ids(
+    call: PoolingCall, given: Mapping[int, bytes | list[int]], card: ModelCard, most: int, truncates: bool
+) -> list[bytes]:
+    """Checks prompts of ids at once, and each by itself where that fails or one is to be cut."""
+    with contextlib.suppress(OverflowError, TypeError):
+        packed = [one if isinstance(one, bytes) else pack(one) for one in given.values()]
+        fits = all(0 < size <= ID_BYTES * most and not size % ID_BYTES for size in set(map(len, packed)))
+        if fits and first_outside(b"".join(packed), card.vocab_size) is None:
+            return packed
+    return [_cut_ids(call, i, ids, card, most, truncates) for i, ids in given.items()]
+
+
 def _cut_ids(
     call: PoolingCall, index: int, ids: bytes | list[int], card: ModelCard, most: int, truncates: bool
 ) -> bytes:
-    """Checks a prompt of ids, and cuts it if it is to be."""
+    """Checks a prompt of ids, and cuts it if it is to be: special tokens like others, none is added, as in vLLM."""
     name = field_of(call, index)
     try:
         data = ids if isinstance(ids, bytes) else pack(ids)

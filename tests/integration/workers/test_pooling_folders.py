@@ -16,6 +16,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from transformers import Qwen2Config, Qwen2ForSequenceClassification, Qwen3Config, Qwen3ForCausalLM
 
 from blockyard import LLM
+from blockyard import PoolingParams as AskedPooling
 from blockyard.shared.messages import PoolingParams, PoolingTask
 
 RNG = np.random.default_rng(9)
@@ -81,16 +82,27 @@ def test_a_reward_model(tmp_path: Path) -> None:
         np.testing.assert_allclose(ring.vectors(TEXTS)[:, 0], expected, atol=1e-4)
 
 
-def test_rewards_of_tokens_in_llm(tmp_path: Path) -> None:
-    """Qwen2ForRewardModel: a logit for each token."""
-    reference = save_reward_model(tmp_path / "m", "Qwen2ForRewardModel", vocab_size=DECODER["vocab_size"])
+def test_rewards_in_llm(tmp_path: Path) -> None:
+    """Qwen2ForProcessRewardModel: of each token, unless the request names the one that ends a step."""
+    reference = save_reward_model(tmp_path / "m", "Qwen2ForProcessRewardModel", vocab_size=DECODER["vocab_size"])
     make_tokenizer().save_pretrained(tmp_path / "m")
+    tag = int(make_tokenizer().convert_tokens_to_ids(WORDS[7]))
+    texts = [*TEXTS, f"ab {WORDS[7]} ba {WORDS[7]}"]
     with LLM(str(tmp_path / "m"), device="cpu", dtype="float32", log_level="warning") as llm:
-        outputs = llm.reward(TEXTS, use_tqdm=False)
-        for one in outputs:
-            expected = reference(one.prompt_token_ids)
-            assert one.outputs.data.shape == expected.shape == (len(one.prompt_token_ids), 1)
+        outputs = llm.reward(texts, use_tqdm=False)
+        steps = llm.reward(texts, pooling_params=AskedPooling(step_tag_id=tag), use_tqdm=False)
+        good = llm.encode(texts, AskedPooling(returned_token_ids=[1], softmax=False), use_tqdm=False)
+        for one, of_steps, of_good in zip(outputs, steps, good, strict=True):
+            logits, ids = reference(one.prompt_token_ids), np.array(one.prompt_token_ids)
+            expected = logits.softmax(-1).numpy()
+            assert one.outputs.data.shape == (len(ids), 2)
             np.testing.assert_allclose(one.outputs.data, expected, atol=1e-4, rtol=1e-4)
+            np.testing.assert_allclose(of_steps.outputs.data, expected[ids == tag], atol=1e-4, rtol=1e-4)
+            np.testing.assert_allclose(of_good.outputs.data, logits[:, 1:], atol=1e-4, rtol=1e-4)
+        assert len(steps[-1].outputs.data) == 2
+        for field, value in (("returned_token_ids", []), ("step_tag_id", -1)):
+            with pytest.raises(ValueError, match=field):
+                llm.reward(texts, pooling_params=AskedPooling(**{field: value}), use_tqdm=False)
         with pytest.raises(ValueError, match="has the task reward"):
             llm.embed(TEXTS, use_tqdm=False)
 

@@ -18,10 +18,16 @@ from blockyard.services.gpu_worker.models.registry import find_family
 from blockyard.services.gpu_worker.step import Step
 
 
-def load_model(folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32, overrides: str = "{}") -> Model:
+def load_model(
+    folder: Path,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    overrides: str = "{}",
+    model_impl: str = "auto",
+) -> Model:
     settings = read_config(folder, overrides)
     table = WeightTable(dtype, torch.device(device))
-    model = find_family(settings)(settings, table)
+    model = find_family(settings, model_impl)(settings, table)
     with torch.inference_mode():
         checkpoint.load(table, folder, "auto", [], 0, lambda done: None)
         model.prepare(model.shape.max_positions)

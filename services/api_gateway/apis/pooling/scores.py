@@ -22,7 +22,6 @@ from blockyard.services.api_gateway.requests.pooling.validate import (
     parse_rerank,
     parse_score,
 )
-from blockyard.shared.errors import RequestError
 from blockyard.shared.ring_client.pooling.calls import PooledAnswer, PooledText
 from blockyard.shared.ring_client.pooling.pair_scores import only_number
 
@@ -88,9 +87,6 @@ def _classes(request: PoolingRequest, pooled: PooledAnswer) -> bytes:
 
 
 def _classified(index: int, item: PooledText, labels: list[str]) -> Classified:
-    if len(item.shape) != 1:
-        text = "this model has classes for each token: /pooling returns them"
-        raise RequestError(text, "model", code="unsupported_task")
     probs: list[float] = numbers_of(item, "float")
     best = probs.index(max(probs))
     return Classified(index, labels[best] if best < len(labels) else None, probs, len(probs))

@@ -66,6 +66,10 @@ class PoolingRequestFields(TextFields):
     normalize: bool | None = None
     activation: bool | None = None
     softmax: bool | None = None
+    # in place of those of --override-pooler-config
+    pooling_type: str | None = None
+    step_tag_id: int | None = None
+    returned_token_ids: list[int] | None = None
     # refused by name
     embed_dtype: msgspec.Raw = NULL
     endianness: msgspec.Raw = NULL

@@ -49,7 +49,7 @@ INPUT_TYPES = {
 
 def parse_embedding(request: EmbeddingRequest, card: ModelCard, name: str) -> PoolingRequest:
     """`name` is the unique part of the answer's id, where the request has none. Raises RequestError."""
-    params_check.pooling_card(card, PoolingTask.EMBED)
+    params_check.text_card(card, PoolingTask.EMBED)
     dimensions = request_checks.read_dimensions(request.dimensions, card)
     params = request_checks.vector_params(PoolingTask.EMBED, dimensions, request.normalize, request.use_activation)
     return _text_request(request, card, "embd-", name, params, _format(request.encoding_format))
@@ -57,7 +57,7 @@ def parse_embedding(request: EmbeddingRequest, card: ModelCard, name: str) -> Po
 
 def parse_classification(request: ClassificationRequest, card: ModelCard, name: str) -> PoolingRequest:
     """Raises RequestError."""
-    params_check.pooling_card(card, PoolingTask.CLASSIFY)
+    params_check.text_card(card, PoolingTask.CLASSIFY)
     params = request_checks.score_params(
         PoolingTask.CLASSIFY, request.use_activation, request.activation, request.softmax
     )
@@ -78,6 +78,8 @@ def parse_pooling(request: PoolingRequestFields, card: ModelCard, name: str) -> 
         params = request_checks.score_params(
             PoolingTask.ENCODE, request.use_activation, request.activation, request.softmax
         )
+    params = request_checks.with_pooling(params, request.pooling_type, request.step_tag_id, request.returned_token_ids)
+    params_check.check_params(params, card)
     return _text_request(request, card, "pool-", name, params, _format(request.encoding_format))
 
 
@@ -106,7 +108,7 @@ def parse_rerank(request: RerankRequest, card: ModelCard, name: str) -> PoolingR
 
 def parse_cohere_embed(request: CohereEmbedRequest, card: ModelCard, name: str) -> PoolingRequest:
     """Raises RequestError. Texts that are too long are cut, as Cohere documents it, unless `truncate` is NONE."""
-    pooling = params_check.pooling_card(card, PoolingTask.EMBED)
+    pooling = params_check.text_card(card, PoolingTask.EMBED)
     field, texts = _cohere_texts(request)
     formats = tuple(dict.fromkeys(request.embedding_types or ("float",)))
     for i, one in enumerate(formats):
@@ -141,7 +143,8 @@ def _text_request(
     for field in ("prompt_name", "input_type") if messages is not None else ():
         if getattr(request, field) is not None:
             raise RequestError(f"messages are written by the chat template: {field} is for input", field)
-    prompt_name = request_checks.read_prompt_name("prompt_name", request.prompt_name, card)
+    named = "" if messages is not None else request.prompt_name
+    prompt_name = request_checks.read_prompt_name("prompt_name", named, card)
     input_type = request_checks.read_prompt_name("input_type", request.input_type, card)
     if None not in (prompt_name, input_type) and prompt_name != input_type:
         raise RequestError("prompt_name and input_type are names of one field, and differ", "input_type")
@@ -187,7 +190,7 @@ def _pair_request(request: PairFields, card: ModelCard, prefix: str, name: str, 
 
 def _compares(card: ModelCard) -> bool:
     """Whether the model's scores are similarities of vectors. Raises RequestError if it has no scores."""
-    return params_check.pooling_card(card, PoolingTask.SCORE, PoolingTask.EMBED).task is PoolingTask.EMBED
+    return params_check.text_card(card, PoolingTask.SCORE, PoolingTask.EMBED).task is PoolingTask.EMBED
 
 
 def _options(

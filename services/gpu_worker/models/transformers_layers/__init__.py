@@ -8,7 +8,7 @@ that computes anything else stays as it is.
 - `residual_sums`: sums of the residual and a sublayer's output, with the norm behind them.
 - `norms`: RMSNorm. `gates`: MLPs with a gate.
 - `rotations`: rotary embedding of q and k, and whether it may be in place.
-- `experts`: mixtures of experts. `head`: the output layer without the layers before it.
+- `experts`: mixtures of experts. `head`: the output layer without the layers before it, or ours.
 - `connection`: our attention and experts as transformers looks them up. `trial`: the test of a class.
 - `tensor_parallel`: what ranks have of a class, by its own plan.
 - `stored_names`: names and parts of weights in checkpoints.

@@ -1,9 +1,19 @@
-"""The head of a transformers class alone: the hidden states of chosen rows go in, without the layers."""
+"""The head of a transformers class alone: the hidden states of chosen rows go in, without the layers.
+
+A class that does not generate text has an output layer of ours in its place.
+"""
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from blockyard.services.gpu_worker.layers.embedding import OutputLayer
+from blockyard.services.gpu_worker.layers.linear import LinearLayers
+from blockyard.services.gpu_worker.models.output_layers import make_decoder_output
+from blockyard.shared.config.pooling.output_kinds import OutputKind, first_kind
+from blockyard.shared.errors import ConfigError
 
 DECODER = "decoder"  # of classes whose base model holds its layers in a module of this name
 
@@ -46,3 +56,33 @@ class _LayersOutput(BaseModelOutputWithPast):
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
             raise AttributeError(name)
+
+
+class ClassEmbedding:
+    """The embedding table of a class. Implements `output_layers.EmbeddingRows`."""
+
+    def __init__(self, causal: Any) -> None:
+        self._module: nn.Embedding = causal.get_input_embeddings()
+        self.vocab_size = self._module.num_embeddings
+
+    def row(self, token_id: int) -> Tensor:
+        """Raises ConfigError for an embedding that is more than a table."""
+        if type(self._module) is not nn.Embedding:
+            raise ConfigError(f"its {type(self._module).__name__} scales embeddings: tokens cannot be compared by them")
+        found: Tensor = self._module(torch.tensor([token_id], device=self._module.weight.device))
+        return found
+
+
+def make_own_output(
+    config: dict[str, Any], causal: Any, hidden_size: int, layers: LinearLayers
+) -> tuple[OutputLayer, int] | None:
+    """Takes the head out of `causal`, before its weights get places. Returns ours, and its number of outputs.
+
+    None: the model generates, and keeps its head. hidden_size: of the head's input. Raises ConfigError.
+    """
+    kind = first_kind(config)
+    if kind is OutputKind.TOKENS:
+        return None
+    causal.set_output_embeddings(nn.Identity())
+    tied = bool(getattr(causal.config, "tie_word_embeddings", False))
+    return make_decoder_output(kind, config, layers, ClassEmbedding(causal), hidden_size, tied=tied)

@@ -178,9 +178,11 @@ async def test_an_invocation_for_nothing_that_is_served_names_what_is(
         (SCORE, {"/score", "/v2/rerank", "/pooling"}),
         (CLASSIFY, {"/classify", "/pooling"}),
         (REWARD, {"/pooling"}),
+        (msgspec.structs.replace(EMBED, of_tokens=True), {"/pooling"}),
+        (msgspec.structs.replace(CLASSIFY, of_tokens=True), {"/pooling"}),
         (None, {"/v1/completions", "/v1/chat/completions", "/v1/responses"}),
     ],
-    ids=["embed", "score", "classify", "reward", "generate"],
+    ids=["embed", "score", "classify", "reward", "embed tokens", "classify tokens", "generate"],
 )
 async def test_a_call_for_another_task_says_what_the_model_serves(pooling_rig, card: Any, served: set[str]) -> None:
     async with pooling_rig(card) as (r, _):

@@ -76,6 +76,31 @@ async def test_an_embedding_of_messages(pooling_rig) -> None:
     assert refused == 400 and error["error"]["param"] == "messages" and cut == 200
 
 
+async def test_messages_with_special_tokens_are_cut_as_a_text(pooling_rig) -> None:
+    """No prompt of the model goes before them: the template has written the text."""
+    card = msgspec.structs.replace(EMBED, prompts=PROMPTS, default_prompt_name="query")
+    asked = {"messages": [{"role": "user", "content": "x" * 100}], "truncate_prompt_tokens": 9}
+    async with pooling_rig(card) as (r, fake):
+        for special in (True, False):
+            status, _ = await r.post("/v1/embeddings", asked | {"add_special_tokens": special})
+            assert status == 200
+    text, ids = (call.inputs[0] for call in fake.calls)
+    assert isinstance(text, str) and "x" * 100 in text and isinstance(ids, bytes)
+    assert [call.prompt_name for call in fake.calls] == ["", ""]
+
+
+async def test_a_request_pools_in_its_own_way(pooling_rig) -> None:
+    asked = {"input": "abc", "pooling_type": "step", "step_tag_id": 5, "returned_token_ids": [1, 0]}
+    async with pooling_rig(REWARD) as (r, fake):
+        status, _ = await r.post("/pooling", asked)
+        for field, value in (("pooling_type", "median"), ("step_tag_id", -1), ("returned_token_ids", [2])):
+            refused, answer = await r.post("/pooling", asked | {field: value})
+            assert (refused, answer["error"]["param"]) == (400, field)
+    [call] = fake.calls
+    params = call.params
+    assert (status, params.pooling_type, params.step_tag_id, params.returned_token_ids) == (200, "step", 5, [1, 0])
+
+
 async def test_cohere_embeddings(pooling_rig) -> None:
     card = msgspec.structs.replace(EMBED, prompts=PROMPTS)
     asked: dict[str, Any] = {"model": "tiny", "texts": ["abc", "d"], "input_type": "search_query"}

@@ -25,9 +25,11 @@ PASTED = {
 def test_tokens_of_overrides(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(tmp_path)
-    found = settle_classifier(PASTED, tmp_path, tmp_path)
-    assert found[TOKEN_IDS] == tokenizer.convert_tokens_to_ids(["ab", "ad"])
-    assert found["num_labels"] == 1
+    for name in ("Qwen3ForSequenceClassification", "Qwen3ForCausalLM"):
+        found = settle_classifier(PASTED | {"architectures": [name]}, tmp_path, tmp_path)
+        assert found["architectures"] == ["Qwen3ForSequenceClassification"]
+        assert found[TOKEN_IDS] == tokenizer.convert_tokens_to_ids(["ab", "ad"])
+        assert found["num_labels"] == 1
 
 
 @pytest.mark.parametrize(

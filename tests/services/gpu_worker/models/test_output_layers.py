@@ -10,7 +10,7 @@ import torch
 from packed_model import load_model, run_causal
 from reward_folders import LABELS, save_reward_model
 from tiny_checkpoint import LLAMA, VOCAB, Tiny
-from tiny_poolers import DECODERS, hidden_and_outputs
+from tiny_poolers import BY_NAME, DECODERS, hidden_and_outputs
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from blockyard.shared.errors import ConfigError
@@ -18,10 +18,17 @@ from blockyard.shared.errors import ConfigError
 IDS = np.random.default_rng(4).integers(2, VOCAB, 60).tolist()
 
 
-@pytest.mark.parametrize("tiny", DECODERS, ids=lambda tiny: tiny.name)
-def test_hidden_states_and_outputs(tiny: Tiny, tmp_path: Path) -> None:
+OF_CLASSES = ("llama-classes", "qwen3-model", "qwen2-tokens")  # that run by their class in transformers, too
+
+
+@pytest.mark.parametrize(
+    ("tiny", "model_impl"),
+    [*((tiny, "auto") for tiny in DECODERS), *((BY_NAME[name], "transformers") for name in OF_CLASSES)],
+    ids=lambda one: one if isinstance(one, str) else one.name,
+)
+def test_hidden_states_and_outputs(tiny: Tiny, model_impl: str, tmp_path: Path) -> None:
     theirs = tiny.save(tmp_path)
-    ours = load_model(tmp_path)
+    ours = load_model(tmp_path, model_impl=model_impl)
     assert ours.shape.has_kv
     expected, outputs = hidden_and_outputs(theirs, IDS)
     hidden = run_causal(ours, IDS, [20, 1, 39])
@@ -34,16 +41,19 @@ def test_hidden_states_and_outputs(tiny: Tiny, tmp_path: Path) -> None:
     assert ours.shape.num_outputs == got.shape[1]
 
 
-@pytest.mark.parametrize("name", LABELS)
-def test_reward_models(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "model_impl"), [*((name, "auto") for name in LABELS), ("Qwen2ForRewardModel", "transformers")]
+)
+def test_reward_models(name: str, model_impl: str, tmp_path: Path) -> None:
     """Against a plain reference: their code is in the releases, not in transformers."""
     reference = save_reward_model(tmp_path, name)
-    ours = load_model(tmp_path)
+    ours = load_model(tmp_path, model_impl=model_impl)
     torch.testing.assert_close(ours.logits(run_causal(ours, IDS, [60])), reference(IDS), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("model_impl", ["auto", "transformers"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_reranker_that_compares_two_tokens(tied: bool, tmp_path: Path) -> None:
+def test_reranker_that_compares_two_tokens(tied: bool, model_impl: str, tmp_path: Path) -> None:
     tiny = Tiny("reranker", Qwen3Config, Qwen3ForCausalLM, LLAMA | {"head_dim": 16, "tie_word_embeddings": tied})
     theirs = tiny.save(tmp_path)
     overrides = {
@@ -52,7 +62,7 @@ def test_reranker_that_compares_two_tokens(tied: bool, tmp_path: Path) -> None:
         "is_original_qwen3_reranker": True,
         "classifier_token_ids": [7, 9],
     }
-    ours = load_model(tmp_path, overrides=json.dumps(overrides))
+    ours = load_model(tmp_path, overrides=json.dumps(overrides), model_impl=model_impl)
     _, outputs = hidden_and_outputs(theirs, IDS)
     got = ours.logits(run_causal(ours, IDS, [60])[-1:])
     torch.testing.assert_close(got[0, 0], outputs[0, -1, 9] - outputs[0, -1, 7], atol=1e-4, rtol=1e-4)

@@ -16,6 +16,7 @@ from fake_ring import CARD
 
 from blockyard import PoolingParams, PoolingRequestOutput
 from blockyard.services.offline.pooling.methods import PoolingMethods
+from blockyard.services.offline.pooling.outputs import embedded
 from blockyard.services.offline.pooling.pooling_batch import PART, PoolingBatch
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import NamedPrompt, PoolingCard, PoolingTask
@@ -153,12 +154,17 @@ def test_parameters_reach_the_ring(make) -> None:
     [
         (EMBED, lambda llm: llm.classify("a"), "has the task embed"),
         (CLASSIFY, lambda llm: llm.embed("a"), "has the task classify"),
+        (msgspec.structs.replace(CLASSIFY, of_tokens=True), lambda llm: llm.classify("a"), "results of each token"),
+        (msgspec.structs.replace(EMBED, of_tokens=True), lambda llm: llm.score("a", "b"), "results of each token"),
         (CLASSIFY, lambda llm: llm.score("a", "b"), "has the task classify"),
         (SCORE, lambda llm: llm.reward("a"), "has the task score"),
         (None, lambda llm: llm.embed("a"), "generates text"),
         (EMBED, lambda llm: llm.encode("a", pooling_task="classify"), "has the task embed"),
         (EMBED, lambda llm: llm.embed(["a", ""]), r"prompts\[1\]` is empty"),
         (EMBED, lambda llm: llm.embed([[1], [5, 300]]), r"prompts\[1\].*300 is outside"),
+        (EMBED, lambda llm: llm.embed([[1], [5, 2.5]]), r"prompts\[1\]: not a list of token ids"),
+        (EMBED, lambda llm: llm.embed([[1], [-1]]), r"prompts\[1\]: not a list of token ids"),
+        (EMBED, lambda llm: llm.embed([[1], []]), r"prompts\[1\]` is empty"),
         (EMBED, lambda llm: llm.embed("a", pooling_params=PoolingParams(dimensions=3)), "trained for: 2"),
         (EMBED, lambda llm: llm.embed(["a"], pooling_params=[]), "0 pooling_params for 1"),
         (EMBED, lambda llm: llm.embed("a", pooling_params=3), "must be PoolingParams"),

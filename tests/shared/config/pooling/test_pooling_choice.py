@@ -48,10 +48,26 @@ def test_the_flag_goes_before_the_folder() -> None:
 
 def test_steps() -> None:
     given = read_overrides({"pooling_type": "STEP", "step_tag_id": 7, "returned_token_ids": [3, 4], "softmax": True})
-    found = choose_pooling(PoolingMode.ALL, 8, None, given)
+    found = choose_pooling(PoolingMode.ALL, 8, None, given, num_outputs=5)
     assert (found.step_tag_id, found.returned_token_ids, found.width, found.softmax) == (7, (3, 4), 2, True)
     with pytest.raises(ConfigError, match="step_tag_id"):
         choose_pooling(PoolingMode.ALL, 8, None, read_overrides({"step_tag_id": 7}))
+
+
+@pytest.mark.parametrize(
+    ("values", "num_outputs", "words"),
+    [
+        ({"returned_token_ids": [0, 2]}, 2, r"returned_token_ids \[0, 2\] are not some of the 2 outputs"),
+        ({"returned_token_ids": []}, 2, "returned_token_ids"),
+        ({"returned_token_ids": [0]}, None, "returned_token_ids is for scores and classes"),
+        ({"softmax": True}, None, "softmax is for scores and classes"),
+        ({"normalize": True}, 2, "normalize is for vectors"),
+        ({"pooling_type": "STEP", "step_tag_id": 50}, 2, "step_tag_id 50 is outside the vocabulary of 50"),
+    ],
+)
+def test_the_flag_fits_the_model(values: dict[str, object], num_outputs: int | None, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--override-pooler-config: {words}"):
+        choose_pooling(PoolingMode.LAST, 8, None, read_overrides(values), num_outputs=num_outputs, vocab_size=50)
 
 
 @pytest.mark.parametrize(
@@ -82,8 +98,8 @@ def test_folder_without_a_pooling() -> None:
     """Those of classifiers have none."""
     with pytest.raises(ConfigError, match="lists no Pooling"):
         choose_pooling(PoolingMode.LAST, 8, SentenceModules(), NOTHING)
-    found = choose_pooling(PoolingMode.LAST, 8, SentenceModules(), NOTHING, normalizes=False)
-    assert (found.modes, found.normalize) == ((PoolingMode.LAST,), False)
+    found = choose_pooling(PoolingMode.LAST, 8, SentenceModules(), NOTHING, num_outputs=3)
+    assert (found.modes, found.normalize, found.width) == ((PoolingMode.LAST,), False, 3)
 
 
 def test_dimensions() -> None:
@@ -105,6 +121,11 @@ def test_dimensions() -> None:
         ({"problem_type": "single_label_classification"}, 3, Activation.SOFTMAX),
         ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, 1, Activation.NONE),
         ({"sbert_ce_default_activation_function": "torch.nn.modules.activation.Tanh"}, 1, Activation.TANH),
+        (
+            {"sentence_transformers": {"activation_fn": None}, "sbert_ce_default_activation_function": "torch.nn.Tanh"},
+            1,
+            Activation.SIGMOID,
+        ),
     ],
 )
 def test_activation(config: dict[str, object], labels: int, expected: Activation) -> None:
@@ -128,6 +149,8 @@ def test_code_of_others_is_refused() -> None:
         choose_activation({"sbert_ce_default_activation_function": "mine.Act"}, 1)
     with pytest.raises(ConfigError, match=r"^config_sentence_transformers\.json: activation_fn 'mine\.Act'"):
         choose_activation({}, 1, "mine.Act")
+    with pytest.raises(ConfigError, match=r"^config\.json: sentence_transformers\.activation_fn 5 is not supported"):
+        choose_activation({"sentence_transformers": {"activation_fn": 5}}, 1)
 
 
 def test_labels() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from sentence_folders import save_sentence_folder
+from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize
 from sentence_transformers.sentence_transformer.modules import Pooling
 
@@ -109,6 +110,24 @@ def test_refuses_by_name(modules: Sequence[Any], words: str, tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=words) as error:
         read_modules(tmp_path)
     assert str(tmp_path) in str(error.value)
+
+
+def test_the_order_is_that_of_the_file(tmp_path: Path) -> None:
+    """sentence-transformers reads no `idx`, and keeps one module of a name: two are refused."""
+    theirs = save_sentence_folder(tmp_path, Pooling(WIDTH), Normalize(), Dense(WIDTH, 8))
+    path = tmp_path / "modules.json"
+    entries = json.loads(path.read_text())
+    for numbers in ([3, 0, 2, 1], [None] * 4, [None, 5, 2, None]):
+        named = [entry | {"idx": number} for entry, number in zip(entries, numbers, strict=True)]
+        path.write_text(json.dumps([{k: v for k, v in entry.items() if v is not None} for entry in named]))
+        loaded = SentenceTransformer(str(tmp_path), device="cpu")
+        assert [type(module) for module in loaded] == [type(module) for module in theirs]
+        found = read_modules(tmp_path)
+        assert found is not None
+        assert [type(module) for module in found.behind] == [NormalizeModule, DenseModule]
+    path.write_text(json.dumps([entry | {"name": "1"} if i > 1 else entry for i, entry in enumerate(entries)]))
+    with pytest.raises(ConfigError, match="two modules with the name '1'"):
+        read_modules(tmp_path)
 
 
 def test_dense_that_does_not_fit(tmp_path: Path) -> None:

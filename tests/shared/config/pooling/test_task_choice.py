@@ -102,9 +102,13 @@ def test_fields_of_a_worker(tmp_path: Path) -> None:
         (("--kv-transfer-config", '{"kv_connector": "auto"}'), {}, "no KV blocks are sent"),
         (("--enable-lora",), {}, "^--enable-lora: adapters are not built yet with the task embed$"),
         (("--lora-modules", "a=/a"), {}, "^--lora-modules: adapters are not built yet with the task embed$"),
+        ((), {"architectures": ["BertForSequenceClassification"], "sbert_ce_default_activation_function": "mine.Act"},
+         r"^config\.json: sbert_ce_default_activation_function 'mine\.Act' is not supported"),
+        ((), {"architectures": ["Qwen3ForCausalLM"], "classifier_from_token": ["no", "yes"],
+              "sentence_transformers": {"activation_fn": "mine.Act"}}, "activation_fn 'mine.Act' is not supported"),
         (("-pp", "2"), {}, "^-pp 2: not built yet with XLMRobertaModel, an encoder runs in one stage$"),
     ],
-)
+)  # fmt: skip
 def test_contradictions_are_one_line(
     flags: tuple[str, ...], config: dict[str, object], error: str, tmp_path: Path
 ) -> None:

@@ -109,6 +109,24 @@ async def test_results_come_in_any_order_and_in_parts() -> None:
     assert not ring.take(Cancel)
 
 
+@pytest.mark.parametrize(("side", "cut"), [("left", [8, 9]), ("right", [7, 8])])
+async def test_ids_are_cut_as_they_are(side: str, cut: list[int]) -> None:
+    """Special ones like others, and no tokenizer is asked."""
+    ring = Ring()
+    task = ring.ask([[7, 8, 9], [4]], truncate_prompt_tokens=2, truncation_side=side)
+    assert not await ring.tokenize()
+    (pool,) = ring.take(Pool)
+    assert array("I", pool.token_ids).tolist() == [*cut, 4]
+    task.cancel()
+
+
+@pytest.mark.parametrize("wrong", [[7, 2.5], [-1], [], [CARD.vocab_size], [5] * 65, b"12345"])
+async def test_ids_that_are_wrong_are_named(wrong: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        await Ring().ask(["abc", [7, 8], wrong])
+    assert (caught.value.field, caught.value.status) == ("input[2]", 400)
+
+
 async def test_texts_are_divided_into_quick_jobs_and_a_long_one_stands_alone() -> None:
     ring = Ring()
     longest = "x" * (QUICK_BYTES + 1)
