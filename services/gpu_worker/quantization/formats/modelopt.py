@@ -43,14 +43,7 @@ from blockyard.services.gpu_worker.quantization.names import (
 )
 from blockyard.services.gpu_worker.quantization.scheme import WEIGHT, Matrix, StoredMatrix
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.quantization_settings.floats import (
-    FP8,
-    FP8_BLOCKS,
-    FP8_ROWS,
-    MIXED,
-    ModelOptSettings,
-)
-from blockyard.shared.quantization_settings.floats import NV_GROUP as GROUP
+from blockyard.shared.quantization_settings.floats import FP8, FP8_BLOCKS, FP8_ROWS, MIXED, NV_GROUP, ModelOptSettings
 from blockyard.shared.quantization_settings.reading import read
 
 SCALE, SECOND_SCALE, INPUT_SCALE = "weight_scale", "weight_scale_2", "input_scale"
@@ -87,7 +80,7 @@ class ModelOptScheme:
             form: KeptForm = W8A16(E4M3, BLOCK)
             tensors, to_kept, note = _tensors_of_blocks(matrix), partial(_kept_blocks, matrix), ""
         else:
-            form = Table4A16(E2M1, GROUP, E4M3, row_scales=True)
+            form = Table4A16(E2M1, NV_GROUP, E4M3, row_scales=True)
             tensors, to_kept, note = _tensors_of_nvfp4(matrix), partial(_kept_nvfp4, matrix), NOTE
         stored = StoredMatrix(form=form, tensors=tensors, to_kept=to_kept, note=note)
         return quantized_or_not(matrix, stored) if matrix.plain else stored
@@ -107,12 +100,12 @@ class ModelOptScheme:
 
 def _tensors_of_nvfp4(matrix: Matrix) -> dict[str, StoredTensor]:
     """Raises ConfigError for inputs that are no whole groups."""
-    if matrix.inputs % GROUP:
-        raise ConfigError(f"{matrix.name}: {matrix.inputs} inputs are no multiple of {GROUP}, the groups of nvfp4")
+    if matrix.inputs % NV_GROUP:
+        raise ConfigError(f"{matrix.name}: {matrix.inputs} inputs are no multiple of {NV_GROUP}, the groups of nvfp4")
     outputs, inputs = matrix.outputs, matrix.inputs
     return {
         WEIGHT: matrix.stored(WEIGHT, (outputs, inputs // 2), BYTES),
-        SCALE: matrix.stored(SCALE, (outputs, inputs // GROUP), CODES),
+        SCALE: matrix.stored(SCALE, (outputs, inputs // NV_GROUP), CODES),
         SECOND_SCALE: matrix.stored(SECOND_SCALE, (), FLOATS, other_shapes=((1,),)),
         INPUT_SCALE: matrix.stored(INPUT_SCALE, (), FLOATS, other_shapes=((1,),), optional=True),
     }

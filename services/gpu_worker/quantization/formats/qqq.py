@@ -29,9 +29,7 @@ from blockyard.services.gpu_worker.quantization.kept import dequantized
 from blockyard.services.gpu_worker.quantization.kept.dequantized import Dequantized
 from blockyard.services.gpu_worker.quantization.names import NamesOfFile
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, StoredMatrix
-from blockyard.shared.quantization_settings.integers import QQQ_BITS as BITS
-from blockyard.shared.quantization_settings.integers import QQQ_GROUP as GROUP
-from blockyard.shared.quantization_settings.integers import QqqSettings
+from blockyard.shared.quantization_settings.integers import QQQ_BITS, QQQ_GROUP, QqqSettings
 from blockyard.shared.quantization_settings.reading import read
 
 CODES, ROW_SCALES, GROUP_SCALES = "B", "s_channel", "s_group"
@@ -44,7 +42,7 @@ class QqqScheme:
 
     def __init__(self, said: Mapping[str, Any], dtype: torch.dtype) -> None:
         """dtype: of the model. Raises ConfigError for settings that it does not know."""
-        self._has_groups = read(said, QqqSettings).group_size == GROUP
+        self._has_groups = read(said, QqqSettings).group_size == QQQ_GROUP
         self._form = Dequantized(dtype)
 
     def patterns(self) -> list[NamesOfFile]:
@@ -53,8 +51,8 @@ class QqqScheme:
     def stored(self, matrix: Matrix) -> StoredMatrix | None:
         if is_outside(matrix.name):
             return None
-        check_sizes(matrix, inputs=GROUP if self._has_groups else TILE, outputs=RUN)
-        group_shape = (matrix.inputs // GROUP, matrix.outputs) if self._has_groups else (0,)
+        check_sizes(matrix, inputs=QQQ_GROUP if self._has_groups else TILE, outputs=RUN)
+        group_shape = (matrix.inputs // QQQ_GROUP, matrix.outputs) if self._has_groups else (0,)
         tensors = {
             CODES: matrix.stored(CODES, (matrix.inputs // TILE, matrix.outputs * 2), WORDS),
             ROW_SCALES: matrix.stored(ROW_SCALES, (1, matrix.outputs), FLOATS),
@@ -66,7 +64,7 @@ class QqqScheme:
             codes = _codes(matrix, tensors[CODES], IN_GROUPS if self._has_groups else IN_ROWS).float()
             if self._has_groups:
                 groups = ordered_scales(check_scales(matrix.tensor(GROUP_SCALES), tensors[GROUP_SCALES]), is_row=False)
-                whole = torch.round((codes - 8) * groups.t().repeat_interleave(GROUP, 1))
+                whole = torch.round((codes - 8) * groups.t().repeat_interleave(QQQ_GROUP, 1))
             else:
                 whole = torch.where(codes > 7, codes - 16, codes) * SHIFT
             return {dequantized.WEIGHT: whole * ordered_scales(rows, is_row=True).t()}
@@ -77,7 +75,7 @@ class QqqScheme:
 def _codes(matrix: Matrix, words: Tensor, order: tuple[int, ...]) -> Tensor:
     """Codes uint8 [outputs, inputs]. order: which of a lane's eight codes each of a word is."""
     places = torch.tensor(order, device=words.device).argsort()
-    lanes = torch.unflatten(unpack(as_bytes(words), BITS), -1, (-1, 8))[..., places]
+    lanes = torch.unflatten(unpack(as_bytes(words), QQQ_BITS), -1, (-1, 8))[..., places]
     # of four tiles: an output and a run of 4 inputs of a lane, the tile, the half of its outputs, an input of the run
     tiles = lanes.reshape(matrix.inputs // TILE, -1, 8, 4, 4, 2, 4)
     return tiles.permute(1, 4, 5, 2, 0, 3, 6).reshape(matrix.outputs, matrix.inputs)
