@@ -34,17 +34,19 @@ def peak_bytes(
     Cached context counts as the longest: attention reads the pool in place, but latent layers decompress it in pieces.
     Also compiles the kernels of steps with prefills. has_adapters: rows may have adapters, whose steps fuse less.
     """
-    pool = KVPool(model.shape, blocks_of(tokens, need.block_size), need.block_size, dtype, device, need.batch_invariant)
+    length = min(tokens, need.max_model_len)
+    num_blocks = -(-tokens // length) * blocks_of(length, need.block_size)
+    pool = KVPool(model.shape, num_blocks, need.block_size, dtype, device, need.batch_invariant)
     held = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     places = torch.full((tokens,), NO_PLACE, dtype=torch.int32, device=device) if has_adapters else None
     with model.adapter_rows.meanwhile(places):
-        hidden = _prefill(model, pool, tokens, need.max_model_len)
+        hidden = _prefill(model, pool, tokens, need.max_model_len, length)
     model.logits(hidden[-min(need.max_num_seqs, tokens) :])
     _sample(model.logits(hidden[-min(need.max_num_seqs, tokens, MOST_HOST_ROWS) :]).float())
     model.logits(hidden[-ROWS_AT_ONCE:])
     for max_seq_len in (need.max_model_len, FEW):  # compiles attention with split-KV and without
-        _prefill(model, pool, min(tokens, FEW), max_seq_len)
+        _prefill(model, pool, min(length, FEW), max_seq_len, length)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - held
     del pool, hidden
@@ -52,15 +54,19 @@ def peak_bytes(
     return peak + WORKSPACE
 
 
-def _prefill(model: Model, pool: KVPool, tokens: int, max_seq_len: int) -> torch.Tensor:
-    """Runs one prefill. Raises LoadError for a head size that the kernels do not support."""
+def _prefill(model: Model, pool: KVPool, tokens: int, max_seq_len: int, length: int) -> torch.Tensor:
+    """Runs one prefill of sequences of `length` tokens. Raises LoadError for a head size that the kernels do not
+    support."""
     check_head_sizes("cuda", model.shape.attention)
-    positions = torch.arange(tokens, device=pool.device)
-    slots = torch.zeros_like(positions)
-    tables = torch.arange(pool.num_blocks, dtype=torch.int32, device=pool.device)[None]
-    starts = torch.tensor([0, tokens], dtype=torch.int32, device=pool.device)
-    rows = PagedKVMetadata(slots, positions, tables)
-    metadata = AttentionMetadata(rows, starts, max_seq_len=max_seq_len, max_context_len=max_seq_len)
+    rows, device = torch.arange(tokens, device=pool.device), pool.device
+    slots, positions = rows // length, rows % length
+    num_seqs = -(-tokens // length)
+    tables = torch.arange(pool.num_blocks, dtype=torch.int32, device=device)
+    tables = tables[: num_seqs * blocks_of(length, pool.block_size)].view(num_seqs, -1)
+    starts = torch.tensor([*range(0, tokens, length), tokens], dtype=torch.int32, device=device)
+    metadata = AttentionMetadata(
+        PagedKVMetadata(slots, positions, tables), starts, max_seq_len=max_seq_len, max_context_len=max_seq_len
+    )
     attend = build_attention(pool, metadata)
     return model.forward(Step(slots, positions, attend))
 

@@ -224,7 +224,7 @@ class CudaBackend:
         self, model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, config: WorkerConfig, moving_bytes: int
     ) -> MemoryPlan:
         override, kv_bytes = config.num_gpu_blocks_override, config.kv_cache_memory_bytes
-        tokens = min(config.max_num_batched_tokens, need.max_model_len)
+        tokens = min(config.max_num_batched_tokens, config.max_num_seqs * need.max_model_len)
         try:
             has_adapters = config.lora is not None
             peak = peak_bytes(model, tokens, need, kv_dtype, self.device, has_adapters=has_adapters)

@@ -130,7 +130,7 @@ def test_minilm_starts() -> None:
 
 def test_first_steps_are_of_texts_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Tiny("bert", BertConfig, BertModel, BERT | {"max_position_embeddings": 40}).save(tmp_path)
-    steps, ran = start(tmp_path)._steps, []
+    steps, ran = start(tmp_path).steps, []
     run_step = steps.run
     monkeypatch.setattr(steps, "run", lambda batch: (ran.append(batch.lengths.tolist()), run_step(batch))[1])
     first_steps(steps, 40, FIRST_LENGTHS)

@@ -16,7 +16,6 @@ from fake_ring import CARD
 
 from blockyard import PoolingParams, PoolingRequestOutput
 from blockyard.services.offline.pooling.methods import PoolingMethods
-from blockyard.services.offline.pooling.outputs import embedded
 from blockyard.services.offline.pooling.pooling_batch import PART, PoolingBatch
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import NamedPrompt, PoolingCard, PoolingTask

@@ -211,7 +211,7 @@ def test_a_head_size_is_refused_by_name(head_dim: int, tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=f"a head size of {head_dim} is not supported"):
         steps_of(runner, 2)
     with pytest.raises(LoadError, match=f"a head size of {head_dim} is not supported"):
-        memory_profile._prefill(runner.model, runner.pool, 4, 64)
+        memory_profile._prefill(runner.model, runner.pool, 4, 64, 4)
 
 
 @pytest.mark.parametrize(
