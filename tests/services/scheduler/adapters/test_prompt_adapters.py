@@ -153,14 +153,14 @@ def test_a_prompt_adapter_that_is_waited_for_long_closes_no_place() -> None:
     world = make(1, num_adapters=1, num_adapter_places=1)
     [worker], [group] = world.workers.values(), world.core.groups.values()
     submit(world, "1", "", adapter="a0", max_tokens=20)
-    [prompt] = [one.number for one in world.core.adapters.all.values() if one.is_prompt]
+    lora, prompt = (one.number for one in map(world.core.adapters.named, ("a0", "p0")) if one is not None)
     group.prompts.forget(prompt)
     submit(world, "2", "p0")
     while not world.core.adapter_waits.deferred:
         world.work(worker)
     world.now += 60.0
     world.turn()
-    assert [place.closed_s for place in group.adapters._places] == [None]
+    assert group.adapters.is_placed(lora) and group.adapters.can_start(lora)
     check(world)
 
 
