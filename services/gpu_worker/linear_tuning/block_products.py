@@ -1,18 +1,22 @@
 """Kernels of weights of 4 and 8 bits in blocks, with inputs as they are. Imports Triton: for GPUs only.
 
 Beside the method's own product: the skinny GEMM for few rows, the GEMM whose codes never leave registers for up to 16,
-the stream-K GEMM, and for many rows cuBLAS with a weight that is unpacked first.
+the GEMM of Hopper's warp groups or the stream-K GEMM, and for many rows cuBLAS with a weight that is unpacked first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from blockyard.kernels.gpu_facts import runs_hopper_kernels
+from blockyard.kernels.int_math import ceil_div
 from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.programmatic_launch import supports_pdl
+from blockyard.kernels.quantized import linear_blocks_wgmma
 from blockyard.kernels.quantized.block_weights import BLOCK
 from blockyard.kernels.quantized.linear_blocks import linear_blocks
 from blockyard.kernels.quantized.linear_blocks_mma import (
@@ -31,7 +35,10 @@ from blockyard.services.gpu_worker.quantization.kept.block_products import Block
 from blockyard.services.gpu_worker.quantization.kept.form import KeptLinear
 from blockyard.services.gpu_worker.quantization.method import Fusion, LinearMethod
 
-WORKSPACE_ELEMENTS = 6 << 20  # one tile of 128 x 256 for each of 192 programs
+Tiles = TypeVar("Tiles")
+Tile = tuple[int, int, int, int, int]
+
+WORKSPACE_ELEMENTS = 9 << 20  # two tiles of 128 x 256 for each of 144 programs
 WORKSPACE_PROGRAMS = 1 << 14
 EXAMPLE_FEATURES = 256  # of `example`
 SHARED_BYTES = 226 << 10  # usable shared memory of one SM, compute capability 9.0
@@ -54,7 +61,7 @@ MMA_TILES = (
     *((16, 4, 7), (64, 4, 2)),
 )
 # most rows -> candidates: out_tile, row_tile, in_tile, stages, warps
-TILES = {
+TILES: dict[int, tuple[Tile, ...]] = {
     16: ((64, 16, BLOCK, 4, 4), (64, 16, BLOCK, 6, 4), (128, 16, BLOCK, 4, 4), (128, 16, BLOCK, 4, 8),
          (64, 16, BLOCK, 3, 4)),
     32: ((64, 32, BLOCK, 4, 4), (64, 32, BLOCK, 6, 4), (128, 32, BLOCK, 4, 4), (128, 32, BLOCK, 4, 8)),
@@ -63,6 +70,14 @@ TILES = {
           (256, 64, BLOCK, 3, 8)),
     256: ((128, 128, BLOCK, 3, 8), (128, 128, BLOCK, 4, 8), (128, 256, BLOCK, 2, 8), (256, 128, BLOCK, 2, 8)),
 }  # fmt: skip
+# the same of the stream-K GEMM beside that of warp groups: for few outputs, of which that GEMM has few tiles
+TILES_BESIDE_WGMMA: dict[int, tuple[Tile, ...]] = {
+    32: ((64, 32, BLOCK, 4, 4), (64, 32, BLOCK, 6, 4)),
+    64: ((64, 64, BLOCK, 4, 4),),
+    128: ((64, 128, BLOCK, 3, 4),),
+    256: ((128, 128, BLOCK, 3, 8),),
+}
+WGMMA_TILES = {32: (32, BLOCK, 6), 64: (64, BLOCK, 5), 256: (128, BLOCK, 4)}  # most rows -> row_tile, in_tile, stages
 BATCH_INVARIANT = (64, 32, BLOCK, 4, 4)  # as in TILES, for any number of rows
 UNPACKED = KernelConfig("unpacked")
 
@@ -72,13 +87,14 @@ class BlockProducts:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, processors: int) -> None:
         self._device, self._dtype, self._processors = device, dtype, processors
-        self._pdl = supports_pdl(device)
+        self._pdl, self._hopper = supports_pdl(device), runs_hopper_kernels(device)
         self._space: Workspace | None = None
 
     def candidates(self, layer: LinearShape, rows: int, group: Sequence[Linear]) -> list[KernelConfig]:
         if rows > kernel_configs.MAX_ROWS:
             return []
-        in_registers = rows <= MAX_ROWS and can_multiply(_blocks(group[0].method).weights, self._dtype)
+        weights = _blocks(group[0].method).weights
+        in_registers = rows <= MAX_ROWS and can_multiply(weights, self._dtype)
         skinny = (SKINNY_BESIDE_MMA if in_registers else SKINNY_TILES).get(rows, ())
         made = [
             KernelConfig("skinny", out, 0, size, early, warps)
@@ -88,14 +104,25 @@ class BlockProducts:
         if in_registers:
             row_tile = mma_row_tile(rows)
             made += [KernelConfig("mma", out, row_tile, BLOCK, ahead, warps) for out, warps, ahead in MMA_TILES]
-            if rows <= MMA_ALONE:
-                return made
+        if in_registers and rows <= MMA_ALONE:
+            return made
+        tiles = TILES
+        if rows > MAX_ROWS and self._hopper and linear_blocks_wgmma.can_multiply(weights, self._dtype):
+            made.append(self._of_warp_groups(layer, rows))
+            tiles = TILES_BESIDE_WGMMA
         made += [
-            self._config(layer, tiles, split)
-            for tiles in TILES[next(most for most in TILES if rows <= most)]
-            for split in self._splits(layer, rows, tiles)
+            self._config(layer, one, split) for one in _of_rows(rows, tiles) for split in self._splits(layer, rows, one)
         ]
         return [*made, UNPACKED] if rows > 64 else made
+
+    def _of_warp_groups(self, layer: LinearShape, rows: int) -> KernelConfig:
+        """With as many parts of each tile as there are multiprocessors for, or one program for each multiprocessor
+        where there are more tiles."""
+        row_tile, in_tile, stages = _of_rows(rows, WGMMA_TILES)
+        tiles = ceil_div(layer.out_features, linear_blocks_wgmma.OUT_TILE) * ceil_div(rows, row_tile)
+        split = min(self._processors // tiles, max(layer.in_features // in_tile // FEWEST_BLOCKS, 1))
+        warps = linear_blocks_wgmma.WARPS
+        return KernelConfig("wgmma", linear_blocks_wgmma.OUT_TILE, row_tile, in_tile, stages, warps, split)
 
     def _splits(self, layer: LinearShape, rows: int, tiles: tuple[int, int, int, int, int]) -> list[int]:
         """Split-K factors with which one to four programs run on each multiprocessor."""
@@ -134,12 +161,30 @@ class BlockProducts:
                 blocks.ordered(x), weights, bias, out_tile=out_tile, warps=warps, ahead=ahead, pdl=pdl
             )
         workspace, split, table = self._workspace(), config.split, blocks.table
+        if config.kernel == "wgmma":
+            return self._warp_groups(config, blocks, bias, workspace)
         tiling = Tiling(
             config.out_tile, config.row_tile, config.in_tile, config.stages, config.warps, self._pdl, config.fetch
         )
         if blocks.order is None:
             return lambda x: linear_blocks(x, weights, bias, tiling, workspace, split, table=table)
         return lambda x: linear_blocks(blocks.ordered(x), weights, bias, tiling, workspace, split, table=table)
+
+    def _warp_groups(
+        self, config: KernelConfig, blocks: BlockProduct, bias: Tensor | None, workspace: Workspace
+    ) -> Product:
+        weights, processors, row_tile = blocks.weights, self._processors, config.row_tile
+        tiling = Tiling(config.out_tile, row_tile, config.in_tile, config.stages, config.warps, self._pdl)
+        out_tiles = ceil_div(weights.outputs, config.out_tile)
+
+        def product(x: Tensor) -> Tensor:
+            tiles = out_tiles * ceil_div(len(x), row_tile)
+            programs = tiles * config.split or processors
+            return linear_blocks_wgmma.linear_blocks_wgmma(
+                blocks.ordered(x), weights, bias, tiling, workspace, programs
+            )
+
+        return product
 
     def fused(self, config: KernelConfig, method: LinearMethod) -> FusedProduct:
         """The skinny GEMM of rows in the order of the columns, which can fuse the norm, the gate and the residual
@@ -183,6 +228,11 @@ class BlockProducts:
         if self._space is None:
             self._space = Workspace(WORKSPACE_ELEMENTS, WORKSPACE_PROGRAMS, self._device)
         return self._space
+
+
+def _of_rows(rows: int, tiles: Mapping[int, Tiles]) -> Tiles:
+    """The entry of the fewest rows that are enough."""
+    return tiles[next(most for most in tiles if rows <= most)]
 
 
 def _first(like: Tensor, *shape: int) -> Tensor:

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 Config = TypeVar("Config", bound=msgspec.Struct)
 
-CACHE_VERSION = 10  # of the candidates and fields below; a cache file of another version is ignored
+CACHE_VERSION = 11  # of the candidates and fields below; a cache file of another version is ignored
 MARGIN = 0.98  # a kernel replaces the default one below this share of its time; a smaller gain is noise
 REFINE_MARGIN = 0.997  # a change of one shape is kept below this share of the excerpt's time
 NUM_TRIES = 3  # alternatives to try for one shape in `Tuner._refine`, beside cuBLAS
@@ -56,13 +56,13 @@ class KernelConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     others are `linear_skinny`, `linear_stream_k` and `linear_blocks`, or the kernels of quantized weights like them.
     """
 
-    kernel: Literal["cublas", "skinny", "stream_k", "blocks", "mma", "unpacked"] = "cublas"
+    kernel: Literal["cublas", "skinny", "stream_k", "blocks", "mma", "wgmma", "unpacked"] = "cublas"
     out_tile: int = 0
     row_tile: int = 0
     in_tile: int = 0
     stages: int = 0  # tiles in flight; skinny kernel and "mma": tiles loaded before the PDL wait
     warps: int = 0
-    split: int = 1  # split-K: parts that the sum of one output tile is divided into
+    split: int = 1  # split-K: parts that the sum of one output tile is divided into; "wgmma": 0 for all processors
     fetch: int = 0  # cache lines of each output's weights prefetched to L2 before the PDL wait
 
 

@@ -12,6 +12,7 @@ from blockyard.kernels.layers.linear_stream_k import Workspace
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.quantized.block_weights import BLOCK
 from blockyard.services.gpu_worker.layers.linear import Linear, make_spec
+from blockyard.services.gpu_worker.linear_tuning import block_products as tuned_products
 from blockyard.services.gpu_worker.linear_tuning.block_products import SKINNY_BESIDE_MMA, SKINNY_TILES, BlockProducts
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import LinearShape
 from blockyard.services.gpu_worker.loading.linear_spec import part
@@ -93,15 +94,19 @@ def test_each_candidate_of_few_rows() -> None:
         assert not made.of(found[0], small.method)(rows_of(1, small.shape[0])).any()
 
 
-def test_weights_of_4_bits_stay_in_registers_for_few_rows() -> None:
-    made = BlockProducts(torch.device(DEVICE), DTYPE, 132)
-    for form, kernels in (
-        (W4A16(128), {1: {"skinny", "mma"}, 8: {"mma"}, 16: {"mma", "blocks"}, 17: {"blocks"}}),
-        (W8A16(torch.int8), {1: {"skinny", "blocks"}, 8: {"blocks"}, 16: {"blocks"}}),
+@pytest.mark.parametrize("hopper", [False, True])
+def test_kernels_by_number_of_rows(hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned_products, "runs_hopper_kernels", lambda device: hopper)
+    made, more = BlockProducts(torch.device(DEVICE), DTYPE, 132), {"wgmma", "blocks"} if hopper else {"blocks"}
+    for form, outputs, kernels in (
+        (W4A16(128), 32, {1: {"skinny", "mma"}, 8: {"mma"}, 16: {"mma", "blocks"}, 17: more}),
+        (W4A16(128), 32, {65: {*more, "unpacked"}}),
+        (W4A16(128), 24, {8: {"mma"}, 17: {"blocks"}}),
+        (W8A16(torch.int8), 32, {1: {"skinny", "blocks"}, 8: {"blocks"}, 16: {"blocks"}}),
     ):
-        linear = layer(form, 24, 1024)
+        linear = layer(form, outputs, 1024)
         for rows, names in kernels.items():
-            assert {one.kernel for one in made.candidates(LinearShape(1024, 24, 1), rows, [linear])} == names
+            assert {one.kernel for one in made.candidates(LinearShape(1024, outputs, 1), rows, [linear])} == names
 
 
 def test_candidates_are_compiled_as_the_layer_needs_them() -> None:
@@ -114,6 +119,19 @@ def test_candidates_are_compiled_as_the_layer_needs_them() -> None:
                 example = made.example(config, False, Fusion.NONE, linear.method)
                 step = BLOCK * config.warps * config.stages
                 assert (example.shape[0] % step == 0) == (4096 % step == 0)
+
+
+def test_products_of_warp_groups_fill_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned_products, "runs_hopper_kernels", lambda device: True)
+    made, linear = BlockProducts(torch.device(DEVICE), DTYPE, 132), layer(W4A16(128), 32, 1024)
+
+    def split(outputs: int, inputs: int, rows: int) -> int:
+        found = made.candidates(LinearShape(inputs, outputs, 1), rows, [linear])
+        (config,) = [one for one in found if one.kernel == "wgmma"]
+        return config.split
+
+    assert split(4096, 4096, 64) == 8 and split(28672, 4096, 64) == 1
+    assert split(28672, 4096, 256) == 0 and split(256, 512, 64) == 1
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)

@@ -1,0 +1,418 @@
+"""Linear layer of 16 to 256 rows with weights of 4 bits on Hopper's tensor cores, in Gluon; on a GPU.
+
+The weight is the left operand of products of warp groups (wgmma), in registers, as in Machete
+(https://github.com/vllm-project/vllm/tree/main/csrc/quantization/machete), without its order of codes. One warp copies
+codes, scales and rows to shared memory by TMA, some blocks ahead. Two warp groups have half of a program's outputs
+each. A thread makes numbers of the codes that it has in the left operand and multiplies them by their scale, in the
+dtype of the rows (`left_operand`), for one half of its outputs while tensor cores multiply the other half.
+
+The work is divided as `layers.linear_stream_k` says. Of a tile with several programs each of them adds the partial sums
+of some outputs, in the order of programs: one alone would read for longer than it multiplied. So they wait for each
+other, and there are at most as many programs as run at the same time, one on each multiprocessor.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from blockyard.kernels.int_math import ceil_div
+from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace, fits
+from blockyard.kernels.programmatic_launch import pdl_options
+from blockyard.kernels.quantized.block_weights import BLOCK, BlockWeights
+from blockyard.kernels.quantized.left_operand import left_operands
+from blockyard.kernels.quantized.unpack_assembly import unpack_assembly
+
+HALF = 64  # bytes of the codes of one output in a block, and inputs of each half
+OUT_TILE = 256  # outputs of a program, 128 of each warp group
+WARPS = 4  # of a warp group
+ALIGNMENT = 16  # outputs: scales of one byte are copied in runs of 16 bytes
+PIECE = gl.constexpr(8)  # outputs of a tile whose partial sums one program adds at a time
+MOST_REGISTERS = 168  # of a thread, for three warp groups; those that multiply take some of the third
+
+
+@gluon.jit
+def _corner(tile, row_tiles, OUT_TILE: gl.constexpr, ROW_TILE: gl.constexpr):
+    """The first output and the first row of a tile."""
+    return tile // row_tiles * OUT_TILE, tile % row_tiles * ROW_TILE
+
+
+@gluon.jit
+def _programs_of(tile, steps, work):
+    """The first and the last program with steps of a tile."""
+    programs = gl.num_programs(0)
+    begin = tile * steps
+    return ((begin + 1) * programs - 1) // work, ((begin + steps) * programs - 1) // work
+
+
+@gluon.jit
+def _load_weights(
+    codes_desc, scales_desc, zeros_desc, codes, scales, zeros, ready, stage, step, out, outs,
+    BLOCKS: gl.constexpr, BYTES: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, ZEROS: gl.constexpr,
+):  # fmt: skip
+    mbarrier.expect(ready, BYTES)
+    for i in gl.static_range(BLOCKS):
+        block = step * BLOCKS + i
+        group = 0 if GROUP == 0 else block * 128 // GROUP
+        at = stage * BLOCKS + i
+        tma.async_copy_global_to_shared(codes_desc, [block * outs + out, 0], ready, codes.index(at))
+        if SCALES:
+            tma.async_copy_global_to_shared(scales_desc, [group, out], ready, scales.index(at))
+        if ZEROS:
+            tma.async_copy_global_to_shared(zeros_desc, [group, out], ready, zeros.index(at))
+
+
+@gluon.jit
+def _load_x(x_desc, x, ready, stage, step, row, BLOCKS: gl.constexpr):
+    for i in gl.static_range(2 * BLOCKS):
+        half = step * 2 * BLOCKS + i
+        tma.async_copy_global_to_shared(x_desc, [row, half * 64], ready, x.index(stage * 2 * BLOCKS + i))
+
+
+@gluon.jit
+def _load_partition(
+    x_desc, codes_desc, scales_desc, zeros_desc, x, codes, scales, zeros, full, empty, begin, end, steps, outs,
+    row_tiles,
+    OUT_TILE: gl.constexpr, ROW_TILE: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    SCALES: gl.constexpr, ZEROS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The warp that starts all copies, in the order in which tiles are multiplied."""
+    BYTES: gl.constexpr = BLOCKS * (
+        2 * x_desc.block_type.nbytes + codes_desc.block_type.nbytes
+        + (scales_desc.block_type.nbytes if SCALES else 0) + (zeros_desc.block_type.nbytes if ZEROS else 0)
+    )  # fmt: skip
+    count = end - begin
+    highest = (end - 1) // steps
+    start = gl.maximum(begin - highest * steps, 0)
+    tile = highest
+    out, row = _corner(tile, row_tiles, OUT_TILE, ROW_TILE)
+    step = start
+    behind = end - tile * steps
+    for i in range(gl.minimum(count, STAGES)):  # weights, which no kernel writes
+        _load_weights(
+            codes_desc, scales_desc, zeros_desc, codes, scales, zeros, full.index(i), i, step, out, outs,
+            BLOCKS, BYTES, GROUP, SCALES, ZEROS,
+        )  # fmt: skip
+        step += 1
+        if step == behind:
+            tile -= 1
+            out, row = _corner(tile, row_tiles, OUT_TILE, ROW_TILE)
+            step = gl.maximum(begin - tile * steps, 0)
+            behind = steps
+    if PDL:
+        gdc_wait()
+    tile = highest
+    out, row = _corner(tile, row_tiles, OUT_TILE, ROW_TILE)
+    step = start
+    behind = end - tile * steps
+    stage = 0
+    phase = 1
+    for i in range(count):
+        if i >= STAGES:
+            mbarrier.wait(empty.index(stage), phase)
+            _load_weights(
+                codes_desc, scales_desc, zeros_desc, codes, scales, zeros, full.index(stage), stage, step, out, outs,
+                BLOCKS, BYTES, GROUP, SCALES, ZEROS,
+            )  # fmt: skip
+        _load_x(x_desc, x, full.index(stage), stage, step, row, BLOCKS)
+        step += 1
+        if step == behind:
+            tile -= 1
+            out, row = _corner(tile, row_tiles, OUT_TILE, ROW_TILE)
+            step = gl.maximum(begin - tile * steps, 0)
+            behind = steps
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+
+
+@gluon.jit
+def _product(low, high, x, at, total):
+    total = warpgroup_mma(low, x.index(2 * at).permute((1, 0)), total, is_async=True)
+    return warpgroup_mma(high, x.index(2 * at + 1).permute((1, 0)), total, is_async=True)
+
+
+@gluon.jit
+def _place(program, start, OUT_TILE: gl.constexpr, ROW_TILE: gl.constexpr, C: gl.constexpr):
+    """Where a program keeps the partial sums of 64 outputs."""
+    out = start + gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, C)), 1)
+    return (program * OUT_TILE + out) * ROW_TILE + gl.expand_dims(gl.arange(0, ROW_TILE, gl.SliceLayout(0, C)), 0)
+
+
+@gluon.jit
+def _store(
+    total, out_ptr, row_scales_ptr, bias_ptr, out_start, row_start, rows, outs,
+    OUTS: gl.constexpr, ROW_TILE: gl.constexpr, ROW_SCALES: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    """Writes sums [OUTS, ROW_TILE] times their scales with their bias."""
+    L: gl.constexpr = total.type.layout
+    out = out_start + gl.arange(0, OUTS, gl.SliceLayout(1, L))
+    if ROW_SCALES:
+        total *= gl.expand_dims(gl.load(row_scales_ptr + out, mask=out < outs, other=0.0).to(gl.float32), 1)
+    if BIAS:
+        total += gl.expand_dims(gl.load(bias_ptr + out, mask=out < outs, other=0.0).to(gl.float32), 1)
+    S: gl.constexpr = gl.BlockedLayout([8, 1], [OUTS // 8, 256 // OUTS], [1, 4], [0, 1])  # runs of outputs
+    y = gl.convert_layout(total.to(out_ptr.dtype.element_ty), S)
+    out = out_start + gl.arange(0, OUTS, gl.SliceLayout(1, S))
+    row = row_start + gl.arange(0, ROW_TILE, gl.SliceLayout(0, S))
+    inside = gl.expand_dims(out < outs, 1) & gl.expand_dims(row < rows, 0)
+    gl.store(out_ptr + gl.expand_dims(row, 0) * outs + gl.expand_dims(out, 1), y, mask=inside)
+
+
+@gluon.jit
+def _leave_part(
+    total_0, total_1, parts_ptr, arrived_ptr, program, first, last,
+    PART: gl.constexpr, OUT_TILE: gl.constexpr, ROW_TILE: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Keeps partial sums of a tile for all its programs. Of two such tiles of a program it is the last one of one."""
+    slot = 2 * program + (program == last).to(gl.int32)
+    gl.store(parts_ptr + _place(slot, 128 * PART, OUT_TILE, ROW_TILE, C), total_0)
+    gl.store(parts_ptr + _place(slot, 128 * PART + 64, OUT_TILE, ROW_TILE, C), total_1)
+    gl.thread_barrier()  # stores of all threads come before the flag, which counts those who will read
+    readers = gl.minimum(last - first + 1, 128 // PIECE)
+    gl.atomic_xchg(arrived_ptr + 2 * slot + PART, readers, sem="release", scope="gpu")
+
+
+@gluon.jit
+def _add_parts(
+    out_start, row_start, out_ptr, row_scales_ptr, bias_ptr, parts_ptr, arrived_ptr, program, first, last, rows, outs,
+    PART: gl.constexpr, OUT_TILE: gl.constexpr, ROW_TILE: gl.constexpr, ROW_SCALES: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    """Adds the partial sums of a tile in the order of its programs, each of which has some of the outputs."""
+    count = last - first + 1
+    if program - first < 128 // PIECE:
+        T: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        other = gl.minimum(first + gl.arange(0, 128, T), last)
+        flags = arrived_ptr + 2 * (2 * other + (other == last).to(gl.int32)) + PART
+        gl.inline_asm_elementwise(
+            "{ .reg .pred no; wait: ld.acquire.gpu.global.b32 $0, [$1]; setp.eq.s32 no, $0, 0; @no bra wait; }",
+            "=r,l", [flags], dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+        gl.thread_barrier()
+        P: gl.constexpr = gl.BlockedLayout([1, ROW_TILE // 16], [2, 16], [4, 1], [1, 0])
+        for piece in range(program - first, 128 // PIECE, count):
+            out = 128 * PART + piece * PIECE
+            place = gl.expand_dims(out + gl.arange(0, PIECE, gl.SliceLayout(1, P)), 1) * ROW_TILE
+            place += gl.expand_dims(gl.arange(0, ROW_TILE, gl.SliceLayout(0, P)), 0)
+            total = gl.zeros([PIECE, ROW_TILE], gl.float32, P)
+            for start in range(first, last + 1, 4):
+                for i in gl.static_range(4):  # whose loads are all on their way
+                    one = start + i
+                    slot = 2 * one + (one == last).to(gl.int32)
+                    at = parts_ptr + slot * OUT_TILE * ROW_TILE + place
+                    total += gl.load(at, mask=one <= last, other=0.0, cache_modifier=".cg")
+            _store(
+                total, out_ptr, row_scales_ptr, bias_ptr, out_start + out, row_start, rows, outs, PIECE, ROW_TILE,
+                ROW_SCALES, BIAS,
+            )  # fmt: skip
+        gl.thread_barrier()
+        gl.atomic_add(
+            flags, gl.full([128], -1, gl.int32, T), mask=gl.arange(0, 128, T) < count, sem="relaxed", scope="gpu"
+        )
+
+
+@gluon.jit
+def _multiply_partition(
+    PART: gl.constexpr, x, codes, scales, zeros, full, empty, row_scales_ptr, bias_ptr, out_ptr, parts_ptr, arrived_ptr,
+    begin, end, work, steps, rows, outs, row_tiles,
+    OUT_TILE: gl.constexpr, ROW_TILE: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    SCALES: gl.constexpr, E8M0: gl.constexpr, EXACT: gl.constexpr, ZEROS: gl.constexpr, WHOLE: gl.constexpr,
+    ROW_SCALES: gl.constexpr, ASM: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """A warp group with 128 outputs of each tile, from 128 * PART on."""
+    C: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROW_TILE, 16])
+    START: gl.constexpr = 128 * PART
+    DTYPE: gl.constexpr = out_ptr.dtype.element_ty
+    program = gl.program_id(0)
+    highest = (end - 1) // steps
+    lowest = begin // steps
+    first_of_highest, last_of_highest = _programs_of(highest, steps, work)
+    first_of_lowest, last_of_lowest = _programs_of(lowest, steps, work)
+    if PDL:
+        gdc_wait()
+    stage = 0
+    phase = 0
+    tile = highest
+    left = end
+    while left > begin:
+        count = left - gl.maximum(begin, tile * steps)
+        total_0 = gl.zeros([64, ROW_TILE], gl.float32, C)
+        total_1 = gl.zeros([64, ROW_TILE], gl.float32, C)
+        for _ in range(count):
+            mbarrier.wait(full.index(stage), phase)
+            running_0 = total_0
+            running_1 = total_1
+            for block in gl.static_range(BLOCKS):
+                at = stage * BLOCKS + block
+                low, high = left_operands(
+                    codes.index(at), scales.index(at), zeros.index(at), START, C, OUT_TILE, GROUP, SCALES, E8M0, EXACT,
+                    ZEROS, WHOLE, DTYPE, ASM,
+                )  # fmt: skip
+                running_0 = _product(low, high, x, at, running_0)
+                low, high = left_operands(
+                    codes.index(at), scales.index(at), zeros.index(at), START + 64, C, OUT_TILE, GROUP, SCALES, E8M0,
+                    EXACT, ZEROS, WHOLE, DTYPE, ASM,
+                )  # fmt: skip
+                running_1 = _product(low, high, x, at, running_1)
+            total_0, total_1 = warpgroup_mma_wait(0, [running_0, running_1])
+            mbarrier.arrive(empty.index(stage))
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+        if count < steps:
+            first = first_of_highest if tile == highest else first_of_lowest
+            last = last_of_highest if tile == highest else last_of_lowest
+            _leave_part(total_0, total_1, parts_ptr, arrived_ptr, program, first, last, PART, OUT_TILE, ROW_TILE, C)
+        else:
+            out, row = _corner(tile, row_tiles, OUT_TILE, ROW_TILE)
+            _store(
+                total_0, out_ptr, row_scales_ptr, bias_ptr, out + START, row, rows, outs, 64, ROW_TILE, ROW_SCALES, BIAS
+            )
+            _store(
+                total_1, out_ptr, row_scales_ptr, bias_ptr, out + START + 64, row, rows, outs, 64, ROW_TILE, ROW_SCALES,
+                BIAS,
+            )  # fmt: skip
+        left -= count
+        tile -= 1
+    for i in range(2):  # the tiles that other programs have too
+        first = first_of_lowest if i else first_of_highest
+        last = last_of_lowest if i else last_of_highest
+        if (first < last) & ((i == 0) | (lowest < highest)):
+            out, row = _corner(lowest if i else highest, row_tiles, OUT_TILE, ROW_TILE)
+            _add_parts(
+                out, row, out_ptr, row_scales_ptr, bias_ptr, parts_ptr, arrived_ptr, program, first, last, rows, outs,
+                PART, OUT_TILE, ROW_TILE, ROW_SCALES, BIAS,
+            )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["rows", "steps"])
+def _linear_blocks_wgmma_kernel(
+    x_desc, codes_desc, scales_desc, zeros_desc, row_scales_ptr, bias_ptr, out_ptr, parts_ptr, arrived_ptr, rows, outs,
+    steps,
+    OUT_TILE: gl.constexpr, ROW_TILE: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    PER: gl.constexpr, SCALES: gl.constexpr, E8M0: gl.constexpr, EXACT: gl.constexpr, ZEROS: gl.constexpr,
+    WHOLE: gl.constexpr, ROW_SCALES: gl.constexpr, ASM: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    row_tiles = (rows + ROW_TILE - 1) // ROW_TILE
+    work = (outs + OUT_TILE - 1) // OUT_TILE * row_tiles * steps
+    begin = program * work // programs
+    end = (program + 1) * work // programs
+
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    x = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES * BLOCKS, ROW_TILE, 64], x_desc.layout)
+    code_tiles = gl.allocate_shared_memory(gl.uint8, [STAGES * BLOCKS, OUT_TILE, 64], codes_desc.layout)
+    codes = code_tiles._reinterpret(gl.uint16, [STAGES * BLOCKS, OUT_TILE, 32], gl.NVMMASharedLayout(64, 16))
+    scale_tiles = code_tiles
+    scales = code_tiles
+    if SCALES:
+        scale_tiles = gl.allocate_shared_memory(scales_desc.dtype, [STAGES * BLOCKS, PER, OUT_TILE], scales_desc.layout)
+        scales = scale_tiles._reinterpret(scales_desc.dtype, [STAGES * BLOCKS, PER * OUT_TILE], FLAT)
+    zero_tiles = code_tiles
+    zeros = code_tiles
+    if ZEROS:
+        zero_tiles = gl.allocate_shared_memory(zeros_desc.dtype, [STAGES * BLOCKS, PER, OUT_TILE], zeros_desc.layout)
+        zeros = zero_tiles._reinterpret(zeros_desc.dtype, [STAGES * BLOCKS, PER * OUT_TILE], FLAT)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_multiply_partition, (
+                0, x, codes, scales, zeros, full, empty, row_scales_ptr, bias_ptr, out_ptr, parts_ptr, arrived_ptr,
+                begin, end, work, steps, rows, outs, row_tiles, OUT_TILE, ROW_TILE, BLOCKS, STAGES, GROUP, SCALES, E8M0,
+                EXACT, ZEROS, WHOLE, ROW_SCALES, ASM, BIAS, PDL,
+            )),
+            (_multiply_partition, (
+                1, x, codes, scales, zeros, full, empty, row_scales_ptr, bias_ptr, out_ptr, parts_ptr, arrived_ptr,
+                begin, end, work, steps, rows, outs, row_tiles, OUT_TILE, ROW_TILE, BLOCKS, STAGES, GROUP, SCALES, E8M0,
+                EXACT, ZEROS, WHOLE, ROW_SCALES, ASM, BIAS, PDL,
+            )),
+            (_load_partition, (
+                x_desc, codes_desc, scales_desc, zeros_desc, x, code_tiles, scale_tiles, zero_tiles, full, empty, begin,
+                end, steps, outs, row_tiles, OUT_TILE, ROW_TILE, BLOCKS, STAGES, GROUP, SCALES, ZEROS, PDL,
+            )),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip
+
+
+def can_multiply(weights: BlockWeights, dtype: torch.dtype) -> bool:
+    """Whether `linear_blocks_wgmma` takes these weights with rows of this dtype: numbers times scales must be within
+    its range, and runs of outputs and inputs aligned for TMA."""
+    scales = weights.scales
+    known = unpack_assembly(weights.kind, dtype, weights.zeros is None, weights.table) if weights.is_4bit else ""
+    in_range = dtype == torch.bfloat16 or scales is None or scales.dtype in (torch.float16, torch.float8_e4m3fn)
+    return known != "" and in_range and weights.outputs % ALIGNMENT == 0 and weights.inputs * dtype.itemsize % 16 == 0
+
+
+def linear_blocks_wgmma(
+    x: Tensor, weights: BlockWeights, bias: Tensor | None, tiling: Tiling, workspace: Workspace, programs: int
+) -> Tensor:
+    """x [rows, in], bias [out] -> [rows, out], accumulated in float32.
+
+    tiling: `out_tile` is OUT_TILE, `in_tile` a multiple of BLOCK and `warps` WARPS; it has at least 16 rows. The steps
+    of all tiles are divided among `programs` at most, which must run at the same time. Raises ValueError for other
+    shapes, dtypes and layouts, and if the workspace is too small.
+    """
+    (rows, size), outs, group = x.shape, weights.outputs, weights.group
+    if size != weights.inputs or (bias is not None and bias.shape != (outs,)):
+        raise ValueError(f"rows {list(x.shape)} do not fit a weight [{outs}, {weights.inputs}]")
+    if not fits(x) or not can_multiply(weights, x.dtype) or (bias is not None and bias.dtype != x.dtype):
+        raise ValueError(f"rows must be aligned, of 16 bits and of the bias' dtype, got {x.dtype} {x.stride()}")
+    if (tiling.out_tile, tiling.in_tile % BLOCK, tiling.warps) != (OUT_TILE, 0, WARPS):
+        raise ValueError(f"a tile must have {OUT_TILE} outputs, whole blocks and {WARPS} warps, got {tiling}")
+    out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    blocks = tiling.in_tile // BLOCK
+    steps = ceil_div(len(weights.codes), blocks)
+    tiles = ceil_div(outs, OUT_TILE) * ceil_div(rows, tiling.row_tile)
+    # each has a step, for which others may wait; a warp group waits for as many as it has threads, at most
+    programs = min(programs, tiles * min(steps, 64))
+    if tiles * steps * programs >= 1 << 31:
+        raise ValueError(f"{tiles} tiles of {steps} steps are too many for {programs} programs")
+    if 4 * programs > workspace.arrived.numel() or 2 * programs > workspace.programs(tiling):
+        raise ValueError(
+            f"a workspace for {workspace.programs(tiling)} tiles is too small for two of {programs} programs"
+        )
+    codes, scales, zeros, row_scales = weights.codes, weights.scales, weights.zeros, weights.row_scales
+    codes_desc = TensorDescriptor.from_tensor(codes.view(-1, HALF), [OUT_TILE, HALF], gl.NVMMASharedLayout(HALF, 8))
+    groups = 1 if group % BLOCK == 0 else BLOCK // group  # of a block
+    is_exact = scales is None or scales.dtype in (x.dtype, torch.uint8, torch.float8_e4m3fn)
+    _linear_blocks_wgmma_kernel[(programs,)](
+        TensorDescriptor.from_tensor(x, [tiling.row_tile, HALF], gl.NVMMASharedLayout(128, 16)), codes_desc,
+        codes_desc if scales is None else _groups_desc(scales, groups),
+        codes_desc if zeros is None else _groups_desc(zeros, groups),
+        codes if row_scales is None else row_scales, codes if bias is None else bias, out, workspace.parts,
+        workspace.arrived, rows, outs, steps, OUT_TILE=OUT_TILE, ROW_TILE=tiling.row_tile, BLOCKS=blocks,
+        STAGES=tiling.stages, GROUP=group, PER=groups, SCALES=scales is not None, E8M0=weights.is_e8m0,
+        EXACT=is_exact, ZEROS=zeros is not None, WHOLE=zeros is not None and not zeros.is_floating_point(),
+        ROW_SCALES=row_scales is not None, ASM=unpack_assembly(weights.kind, x.dtype, zeros is None, weights.table),
+        BIAS=bias is not None, PDL=tiling.pdl, num_warps=WARPS, maxnreg=MOST_REGISTERS, **pdl_options(tiling.pdl),
+    )  # fmt: skip
+    return out
+
+
+def _groups_desc(groups: Tensor, count: int) -> TensorDescriptor:
+    """Of scales or zeros [groups, outputs], `count` of a block."""
+    layout = gl.NVMMASharedLayout(0, 8 * groups.element_size())
+    return TensorDescriptor(groups, list(groups.shape), [groups.shape[1], 1], [count, OUT_TILE], layout)
