@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from blockyard.services.gpu_worker.child_processes.start import ADAPTER_READER, start_child
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses, is_new, num_processes
-from blockyard.services.gpu_worker.cores import usable_cores
 from blockyard.services.gpu_worker.interfaces import KVTransfers, OffloadableRunner, Report, WorkerLinks
 from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
 from blockyard.services.gpu_worker.mock import runner as mock_runner
@@ -31,6 +30,7 @@ from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import BlockyardError, ConfigError, DeviceError, RankLostError
 from blockyard.shared.messages import Role, WorkerIn
 from blockyard.shared.process import settings
+from blockyard.shared.process.cores import usable_cores
 from blockyard.shared.process.liveness import LivenessPipe
 
 if TYPE_CHECKING:

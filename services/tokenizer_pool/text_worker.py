@@ -22,8 +22,12 @@ from blockyard.shared import tokenizer_files
 from blockyard.shared.config.services.tokenizer import TokenizerConfig
 from blockyard.shared.errors import ConfigError, RequestError
 from blockyard.shared.messages import Detokenize, TextRejected, Tokenize
+from blockyard.shared.process.cores import usable_cores
 
 log = logging.getLogger(__name__)
+
+PARALLELISM = "TOKENIZERS_PARALLELISM"
+CORES_OF_A_THREAD, MOST_THREADS = 4, 4  # of those that encode the texts of a job
 
 
 class TextWorkload:
@@ -38,10 +42,17 @@ class TextWorkload:
         _serve(sock, self._texts, self._config, self._limits)
 
 
+def use_threads(cores: int) -> None:
+    """Has many texts of a job encoded by several threads, where there are cores for them. To be called by the process
+    that encodes; a single text always takes one thread."""
+    num = min(cores // CORES_OF_A_THREAD, MOST_THREADS)
+    if num > 1:
+        os.environ |= {PARALLELISM: "true", "RAYON_NUM_THREADS": str(num)}
+
+
 def load_texts(config: TokenizerConfig) -> tuple[TextCodec, list[str]]:
     """Returns the configured tokenizer and a description of it."""
-    # a single text is encoded by one thread; a pool of threads would only take memory
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ[PARALLELISM] = "false"  # no threads before the fork
     files = tokenizer_files.load(config.tokenizer_path)
     templates = files.chat_templates if config.chat_template is None else {"default": config.chat_template}
     chats = ChatTemplates(templates, files.special_tokens)
@@ -57,6 +68,7 @@ def load_texts(config: TokenizerConfig) -> tuple[TextCodec, list[str]]:
 
 
 def _serve(sock: socket.socket, texts: TextCodec, config: TokenizerConfig, limits: JobLimits) -> None:
+    use_threads(usable_cores())
     phases = ProcessLimits(limits)
     texts.set_phases(phases)
     codecs = AdapterCodecs(texts, config, phases)

@@ -22,9 +22,10 @@ from blockyard.services.gpu_worker.step import Step
 
 log = logging.getLogger(__name__)
 
-SIZES = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)  # tokens: padding is a third of a large step at most
+# tokens: padding is a third of a large step at most
+SIZES = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 TOKENS_OF_A_TEXT = 8  # a size has room for one text in so many tokens
-FEWEST_TEXTS = 4
+MOST_TEXTS, FEWEST_TEXTS = 512, 4  # attention looks for each text, also where there is none
 
 
 class ForwardReplay(Protocol):
@@ -112,7 +113,7 @@ class PackedGraphs:
         words.copy_(put(values, self._model.table.device, self._model.table.link))
 
     def _capture_size(self, size: int) -> PackedGraph:
-        num_texts = max(size // TOKENS_OF_A_TEXT, FEWEST_TEXTS)
+        num_texts = min(max(size // TOKENS_OF_A_TEXT, FEWEST_TEXTS), MOST_TEXTS)
         starts = torch.full((num_texts + 1,), size, dtype=torch.int32, device=self._ids.device)
         starts[0] = 0
         self._ids[:size], self._positions[:size] = 0, 0

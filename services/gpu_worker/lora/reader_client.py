@@ -9,7 +9,6 @@ import torch
 
 from blockyard.services.gpu_worker.child_processes.frame_socket import FrameSocket
 from blockyard.services.gpu_worker.child_processes.start import ADAPTER_READER, Child, start_child
-from blockyard.services.gpu_worker.cores import usable_cores
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, ReadModules
 from blockyard.services.gpu_worker.lora.read_prompt import PromptLimits, ReadPrompt
 from blockyard.services.gpu_worker.lora.reader_frames import (
@@ -22,6 +21,7 @@ from blockyard.services.gpu_worker.lora.reader_frames import (
     ReadFolder,
     map_modules,
 )
+from blockyard.shared.process.cores import usable_cores
 
 log = logging.getLogger(__name__)
 

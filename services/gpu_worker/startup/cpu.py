@@ -8,7 +8,6 @@ import torch
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.packed_attention import CpuPackedProduct, PackedProduct
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
-from blockyard.services.gpu_worker.cores import usable_cores
 from blockyard.services.gpu_worker.execution.cpu_steps import CpuSteps
 from blockyard.services.gpu_worker.execution.pooled_steps import ChunkAttention, CpuChunkAttention
 from blockyard.services.gpu_worker.execution.ranks.follower import CpuFollowerSteps, FollowerNeeds, FollowerSteps
@@ -32,6 +31,7 @@ from blockyard.services.gpu_worker.startup.start_report import StartReport
 from blockyard.services.gpu_worker.warm_up import first_step
 from blockyard.services.kv_transfer.host.host_store import BlockStore, PlainStore
 from blockyard.shared.config.services.worker import KVTransferConfig, WorkerConfig
+from blockyard.shared.process.cores import usable_cores
 from blockyard.shared.process.service_main import rss_bytes
 
 

@@ -18,7 +18,6 @@ from blockyard.services.gpu_worker.attention.packed_attention import PackedProdu
 from blockyard.services.gpu_worker.compilation import record_kernels
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.compilation.kernel_compiler import KernelCompiler
-from blockyard.services.gpu_worker.cores import usable_cores
 from blockyard.services.gpu_worker.execution.cuda import cuda_steps
 from blockyard.services.gpu_worker.execution.cuda.device_ops import make_device_ops
 from blockyard.services.gpu_worker.execution.cuda.follower_steps import DeviceFollowerSteps
@@ -63,6 +62,7 @@ from blockyard.services.kv_transfer.host.stream_store import StreamStore
 from blockyard.services.kv_transfer.staging import planned_bytes
 from blockyard.shared.config.services.worker import KVTransferConfig, WorkerConfig, capture_sizes
 from blockyard.shared.errors import LoadError
+from blockyard.shared.process.cores import usable_cores
 
 ANY_LENGTH = 1 << 30  # the tiles of long sequences, for all
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from blockyard.services.gpu_worker.cores import usable_cores
 from blockyard.services.gpu_worker.slots import Problem, Slots
 from blockyard.services.gpu_worker.structured_output import matcher_client
 from blockyard.services.gpu_worker.structured_output.mask_memory import OWNER_BITS, MaskMemory
@@ -27,6 +26,7 @@ from blockyard.services.gpu_worker.structured_output.matcher_frames import (
 )
 from blockyard.shared.grammars.interface import MaskWords
 from blockyard.shared.messages import FIRST_MASK_S, GrammarEngine, Sampling, SlotStart, Stats
+from blockyard.shared.process.cores import usable_cores
 
 log = logging.getLogger(__name__)
 

@@ -186,7 +186,8 @@ SCHEDULER = (
         FlagKind.SIZE,
         None,
         "Most tokens per step; unset: 2048 on a GPU, 4096 if 2048 would give an expert of a mixture fewer than 256, "
-        "512 on CPU, 2048 for an encoder, but at least twice --max-num-seqs.",
+        "8192 for a pooling model, 16384 for a narrow decoder; 512 on CPU, 2048 for an encoder; but at least twice "
+        "--max-num-seqs.",
         ge=1,
     ),
     Flag(

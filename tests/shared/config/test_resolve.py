@@ -1,6 +1,7 @@
 """From flags to every service's settings."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -613,3 +614,18 @@ def test_a_step_of_an_encoder_has_texts_for_the_threads_of_a_cpu() -> None:
     ring = deploy("--device", "cpu", config={"architectures": ["BertModel"], "hidden_size": 64})
     assert ring.scheduler.max_num_batched_tokens == ring.workers[0].max_num_batched_tokens == 2048
     assert deploy("--device", "cpu", "--max-num-batched-tokens", "512").workers[0].max_num_batched_tokens == 512
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        ({"architectures": ["BertModel"], "hidden_size": 64}, 8192),
+        ({"architectures": ["Qwen3Model"], "hidden_size": 1024}, 16384),
+        ({"architectures": ["Qwen3Model"], "hidden_size": 4096}, 8192),
+    ],
+)
+def test_steps_of_pooling_models_on_a_gpu(config: dict[str, Any], tokens: int) -> None:
+    ring = deploy("--device", "cuda", "--task", "embed", config=config)
+    assert ring.scheduler.max_num_batched_tokens == ring.workers[0].max_num_batched_tokens == tokens
+    asked = deploy("--device", "cuda", "--task", "embed", "--max-num-batched-tokens", "4096", config=config)
+    assert asked.workers[0].max_num_batched_tokens == 4096
