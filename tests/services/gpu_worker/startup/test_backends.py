@@ -111,7 +111,7 @@ def test_a_step_that_does_not_fit_beside_the_weights(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(cuda, "peak_bytes", fails)
-    with pytest.raises(LoadError, match="for a step of 64 tokens beside the weights; lower --max-num-batched-tokens"):
+    with pytest.raises(LoadError, match="for a step of 2048 tokens beside the weights; lower --max-num-batched-tokens"):
         small_gpu.plan_memory(FakeModel(), NEED, torch.bfloat16, settings(tmp_path), 0)  # type: ignore[arg-type]
 
 
