@@ -6,7 +6,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor
 
 from blockyard.kernels.lora.adapt_embeddings import adapt_embeddings
 from blockyard.kernels.lora.add_adapters import add_adapters
@@ -197,11 +196,8 @@ class CudaBackend:
         if config.enforce_eager or config.batch_invariant or config.cpu_offload_gib:
             return None
 
-        def make_product(starts: Tensor) -> PackedProduct:
-            return TritonPackedProduct(starts, model.shape.max_positions)
-
         capture = CudaForwardCapture(self.device)
-        return PackedGraphs(model, capture, make_product, most_tokens=most_tokens, has_types=has_types)
+        return PackedGraphs(model, capture, TritonPackedProduct, most_tokens=most_tokens, has_types=has_types)
 
     def text_threads(self, config: WorkerConfig) -> None:
         return None

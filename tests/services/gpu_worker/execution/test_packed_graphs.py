@@ -54,7 +54,7 @@ class FakeCapture:
 class ReferenceProduct:
     """Reads where sequences begin when it is called, as the kernel does."""
 
-    def __init__(self, starts: Tensor) -> None:
+    def __init__(self, starts: Tensor, longest: int) -> None:
         self._starts = starts
 
     def __call__(self, qkv: Tensor, rules: ScoreRules, num_heads: int) -> Tensor:
@@ -72,7 +72,7 @@ def runner(tmp_path: Path) -> EncoderRunner:
 def with_graphs(runner: EncoderRunner, most_tokens: int = 256) -> FakeCapture:
     capture = FakeCapture()
     graphs = PackedGraphs(runner.model, capture, ReferenceProduct, most_tokens=most_tokens, has_types=True)
-    assert graphs.capture().startswith("CUDA graphs of packed steps: 5 of up to 256 tokens in ")
+    assert graphs.capture().startswith("CUDA graphs of packed steps: 8 of up to 256 tokens in ")
     runner.steps.graphs = graphs
     return capture
 
@@ -93,6 +93,14 @@ def test_replayed_steps_are_as_eager_ones(runner: EncoderRunner) -> None:
         for one, other in zip(run(runner, texts), rows, strict=True):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
     assert capture.num_replays == 2 * len(steps)
+
+
+def test_short_texts_have_graphs_of_their_own(runner: EncoderRunner) -> None:
+    """The first graphs are those of 256 tokens: of texts of up to 32, and of any."""
+    capture = with_graphs(runner)
+    for lengths, replays in (([32] * 5, [1, 0]), ([33, *[32] * 4], [1, 1])):
+        run(runner, texts_of(*lengths))
+        assert [graph.num_replays for graph in capture.graphs[:2]] == replays and capture.num_replays == sum(replays)
 
 
 def test_token_types_of_a_step_do_not_stay(runner: EncoderRunner) -> None:
@@ -135,9 +143,9 @@ def test_sleep_captures_again(runner: EncoderRunner) -> None:
     capture = with_graphs(runner)
     runner.release_memory()
     runner.reclaim_memory()
-    assert len(capture.graphs) == 10
+    assert len(capture.graphs) == 16
     run(runner, texts_of(5))
-    assert sum(graph.num_replays for graph in capture.graphs[:5]) == 0 and capture.num_replays == 1
+    assert sum(graph.num_replays for graph in capture.graphs[:8]) == 0 and capture.num_replays == 1
 
 
 def test_without_memory_all_steps_are_eager(tmp_path: Path) -> None:
