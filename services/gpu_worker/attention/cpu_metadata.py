@@ -130,7 +130,8 @@ class CpuMetadataBuilder:
             own = kept[-1]
         if own is not None:
             kept.remove(own)
-        before, now = [] if own is None else own.groups, list[GatheredKV | None]()
+        before = [] if own is None else own.groups
+        now: list[GatheredKV | None] = []
         kept.insert(0, GatheredGroups(owners, now))
         decodes = []
         for i, (start, end) in enumerate(groups):

@@ -224,7 +224,9 @@ class PrefillPlanner:
 
     def _waits_for_adapter(self, group: WorkerGroup, sequence: Sequence) -> bool:
         """Sets a sequence aside until its adapters may start."""
-        lacking = first_lacking(sequence.request.adapters, [group])
+        if not (adapters := sequence.request.adapters):
+            return False
+        lacking = first_lacking(adapters, [group])
         if lacking is None:
             return False
         self._adapter_waits.defer(sequence, lacking)

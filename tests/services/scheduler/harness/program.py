@@ -150,7 +150,7 @@ class Program:
         if b % 9 == 8:
             sampling["ignore_eos"] = True
         beam = None
-        if b % 7 == 3:
+        if b % 6 == 3:
             self.num_searches += 1
             beam = Beam(1 + a % 3 + b % 2, (1.0, 0.0, -0.5, 2.0)[b % 4], BeamStop(a % 3))
             sampling |= {"temperature": 0.0, "max_tokens": 1 + b % 12}
