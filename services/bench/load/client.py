@@ -183,10 +183,7 @@ class QuietProcess:
 
     def __enter__(self) -> None:
         open_files.raise_limit()  # a connection for each running request
-        gc.collect()
-        gc.freeze()
         gc.disable()
 
     def __exit__(self, *exc: object) -> None:
         gc.enable()
-        gc.unfreeze()
