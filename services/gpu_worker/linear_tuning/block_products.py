@@ -4,9 +4,8 @@ Beside the method's own product: the skinny GEMM for few rows, the GEMM whose co
 the GEMM of Hopper's warp groups or the stream-K GEMM, and for many rows cuBLAS with a weight that is unpacked first.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,13 +28,12 @@ from blockyard.kernels.quantized.linear_blocks_mma import (
 from blockyard.kernels.quantized.linear_blocks_skinny import linear_blocks_skinny
 from blockyard.services.gpu_worker.layers.linear import FusedProduct, Linear, Product, make_spec
 from blockyard.services.gpu_worker.linear_tuning import kernel_configs
-from blockyard.services.gpu_worker.linear_tuning.kernel_configs import KernelConfig, LinearShape
+from blockyard.services.gpu_worker.linear_tuning.kernel_configs import KernelConfig, LinearShape, of_rows
 from blockyard.services.gpu_worker.loading.linear_spec import part
 from blockyard.services.gpu_worker.quantization.kept.block_products import BlockProduct
 from blockyard.services.gpu_worker.quantization.kept.form import KeptLinear
 from blockyard.services.gpu_worker.quantization.method import Fusion, LinearMethod
 
-Tiles = TypeVar("Tiles")
 Tile = tuple[int, int, int, int, int]
 
 WORKSPACE_ELEMENTS = 9 << 20  # two tiles of 128 x 256 for each of 144 programs
@@ -111,14 +109,14 @@ class BlockProducts:
             made.append(self._of_warp_groups(layer, rows))
             tiles = TILES_BESIDE_WGMMA
         made += [
-            self._config(layer, one, split) for one in _of_rows(rows, tiles) for split in self._splits(layer, rows, one)
+            self._config(layer, one, split) for one in of_rows(rows, tiles) for split in self._splits(layer, rows, one)
         ]
         return [*made, UNPACKED] if rows > 64 else made
 
     def _of_warp_groups(self, layer: LinearShape, rows: int) -> KernelConfig:
         """With as many parts of each tile as there are multiprocessors for, or one program for each multiprocessor
         where there are more tiles."""
-        row_tile, in_tile, stages = _of_rows(rows, WGMMA_TILES)
+        row_tile, in_tile, stages = of_rows(rows, WGMMA_TILES)
         tiles = ceil_div(layer.out_features, linear_blocks_wgmma.OUT_TILE) * ceil_div(rows, row_tile)
         split = min(self._processors // tiles, max(layer.in_features // in_tile // FEWEST_BLOCKS, 1))
         warps = linear_blocks_wgmma.WARPS
@@ -228,11 +226,6 @@ class BlockProducts:
         if self._space is None:
             self._space = Workspace(WORKSPACE_ELEMENTS, WORKSPACE_PROGRAMS, self._device)
         return self._space
-
-
-def _of_rows(rows: int, tiles: Mapping[int, Tiles]) -> Tiles:
-    """The entry of the fewest rows that are enough."""
-    return tiles[next(most for most in tiles if rows <= most)]
 
 
 def _first(like: Tensor, *shape: int) -> Tensor:

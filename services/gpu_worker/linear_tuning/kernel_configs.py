@@ -18,6 +18,7 @@ from blockyard.services.gpu_worker.layers.moe.expert_configs import ExpertConfig
 log = logging.getLogger(__name__)
 
 Config = TypeVar("Config", bound=msgspec.Struct)
+Tiles = TypeVar("Tiles")
 
 CACHE_VERSION = 11  # of the candidates and fields below; a cache file of another version is ignored
 MARGIN = 0.98  # a kernel replaces the default one below this share of its time; a smaller gain is noise
@@ -114,11 +115,16 @@ def candidates(layer: LinearShape, rows: int, element_bytes: int, processors: in
         if size * early <= 2 * layer.in_features
     ]
     if rows > 1:
-        for shape in STREAM_K_TILES[next(most for most in STREAM_K_TILES if rows <= most)]:
+        for shape in of_rows(rows, STREAM_K_TILES):
             configs += [
                 stream_k(layer, shape, split) for split in splits(layer, rows, shape, element_bytes, processors)
             ]
     return configs
+
+
+def of_rows(rows: int, tiles: Mapping[int, Tiles]) -> Tiles:
+    """Returns the entry of the fewest rows that are enough."""
+    return tiles[next(most for most in tiles if rows <= most)]
 
 
 def splits(

@@ -20,7 +20,7 @@ from blockyard.kernels.quantized.linear_w8a8_stream_k import linear_w8a8_stream_
 from blockyard.kernels.quantized.quantize_rows import quantize_rows
 from blockyard.services.gpu_worker.layers.linear import FusedProduct, Linear, Product, RoundedProduct, make_spec
 from blockyard.services.gpu_worker.linear_tuning import kernel_configs
-from blockyard.services.gpu_worker.linear_tuning.kernel_configs import CUBLAS, KernelConfig, LinearShape
+from blockyard.services.gpu_worker.linear_tuning.kernel_configs import CUBLAS, KernelConfig, LinearShape, of_rows
 from blockyard.services.gpu_worker.loading.linear_spec import part
 from blockyard.services.gpu_worker.quantization.kept.form import KeptLinear, kinds
 from blockyard.services.gpu_worker.quantization.kept.fp8_w8a8 import SCALES, Fp8W8A8
@@ -75,7 +75,7 @@ class RoundedInputProducts:
             if size * early <= 2 * layer.in_features
         ]
         if rows > 1:
-            for tiles in STREAM_K_TILES[next(most for most in STREAM_K_TILES if rows <= most)]:
+            for tiles in of_rows(rows, STREAM_K_TILES):
                 if scaled is None or scaled % tiles[2] == 0:
                     splits = kernel_configs.splits(layer, rows, tiles, CODE_BYTES, self._processors)
                     configs += [kernel_configs.stream_k(layer, tiles, split) for split in splits]
