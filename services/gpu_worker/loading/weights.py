@@ -342,9 +342,10 @@ class WeightTable:
         notes = [f"{what}: {_shortened([*names])}" for what, names in self._notes.items()]
         return [*([f"not used: {', '.join(found)}"] if found else []), *own, *notes]
 
-    def names_besides_matrices(self) -> set[str]:
-        """Names, without their last parts, of vectors, and of what the checkpoint has and this worker does not use."""
-        names = {name for name, place in self.places.items() if len(place.shape) < 2}.union(*self._unused.values())
+    def names_besides_groups(self) -> set[str]:
+        """Names, without their last parts, of weights that are placed one by one, not by `place_group`, and of what the
+        checkpoint has and this worker does not use."""
+        names = (self.places.keys() - self._groups.keys()).union(*self._unused.values())
         if self.whole is not None:
             names |= self.whole.places.keys()
         return {name.rpartition(".")[0] for name in names}

@@ -37,6 +37,7 @@ from blockyard.services.gpu_worker.quantization.kept.form import (
     kinds,
 )
 from blockyard.services.gpu_worker.quantization.method import ExpertMethod, Fusion, LinearMethod
+from blockyard.services.gpu_worker.quantization.names import HEAD
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, Scheme, StoredMatrix
 from blockyard.shared.errors import ConfigError, LoadError
 
@@ -154,10 +155,10 @@ class QuantizedFormat:
         return weight
 
     def _name_unused(self, table: WeightTable) -> None:
-        """Files may also name norms, and parts of the checkpoint that are not used."""
+        """Files may also name norms and heads, tied ones too, and parts of the checkpoint that are not used."""
         unused = list[str]()
         for names in self._scheme.patterns():
-            for other in table.names_besides_matrices() if names.unused() else ():
+            for other in {HEAD, *table.names_besides_groups()} if names.unused() else ():
                 names.match(other)
             unused += names.unused()
         if unused:
