@@ -249,6 +249,28 @@ def test_stacked_experts(kind: str, in_pairs: bool) -> None:
         torch.testing.assert_close(got[row], want, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("model", ["llama4", "gemma4-moe"])
+def test_experts_that_are_stored_one_by_one_instead(tmp_path: Path, model: str) -> None:
+    """llm-compressor makes linear layers of the experts that transformers stacks."""
+    made, transposed = write_fp8(tmp_path, model, "row"), model == "llama4"
+    plain, packed = (load_file(one / "model.safetensors") for one in (made.plain, made.packed))
+    for name in [name for name in packed if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        stack, kinds = packed.pop(name), ("gate_proj", "up_proj") if "gate" in name else ("down_proj",)
+        numbers = []
+        for i, matrix in enumerate(stack.mT if transposed else stack):
+            for kind, own in zip(kinds, matrix.chunk(len(kinds)), strict=True):
+                stored = store("row", False, f"{name.rpartition('.')[0]}.{i}.{kind}", own)
+                assert stored is not None
+                packed |= stored[0]
+                numbers.append(stored[1])
+        stacked = torch.cat(numbers).view(stack.mT.shape if transposed else stack.shape)
+        plain[name] = (stacked.mT if transposed else stacked).contiguous()
+    for folder, tensors in ((made.plain, plain), (made.packed, packed)):
+        save_file(tensors, folder / "model.safetensors")
+    runner = check_logits(made, round_rows)
+    assert {one.method.form for one in runner.model.linears()} == {"Fp8W8A8", "dense"}
+
+
 def round_eights(x: Tensor) -> Tensor:
     return rounded(x.view(-1, 8), x.view(-1, 8).abs().amax(1, keepdim=True).clamp(min=1e-9) / 448).view(-1)
 
