@@ -22,7 +22,7 @@ from quantized_checkpoint import check_dummy_weights, check_lack, check_logits, 
 from safetensors.torch import load_file, save_file
 from tiny_models import BY_NAME, start
 from torch import Tensor
-from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
+from transformers.integrations.finegrained_fp8 import FP8Linear, _dequantize_fp8_weight
 
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.routing import Routing
@@ -50,6 +50,21 @@ def test_logits(tmp_path: Path, model: str, scales: str) -> None:
 @pytest.mark.parametrize(("model", "method"), [("llama", "fp8"), ("mixtral", "fp8"), ("deepseek-v3", "fbgemm_fp8")])
 def test_static_scales_of_inputs(tmp_path: Path, model: str, method: str) -> None:
     check_logits(write_fp8(tmp_path, model, "tensor", static=True, method=method), round_statically)
+
+
+@pytest.mark.parametrize("scheme", ["static", "dynamic"])
+def test_names_of_transformers(tmp_path: Path, scheme: str) -> None:
+    """As Ministral 3 has them: one scale for all has the name of a block's."""
+    made = write_fp8(tmp_path, "llama", "tensor", static=scheme == "static")
+    others = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+    tensors = load_file(made.packed / "model.safetensors")
+    for name in [name for name in tensors if name.endswith((*others,))]:
+        head, _, last = name.rpartition(".")
+        tensors[f"{head}.{others[last]}"] = tensors.pop(name)
+    save_file(tensors, made.packed / "model.safetensors")
+    names = {name.rpartition(".")[2] for name in tensors if name.startswith("model.layers.0.mlp.up_proj.")}
+    assert names == {*FP8Linear(4, 4, activation_scheme=scheme).state_dict()}
+    check_logits(made, round_statically if scheme == "static" else round_rows)
 
 
 def test_of_static_scales_in_a_product_the_largest_counts(tmp_path: Path) -> None:
