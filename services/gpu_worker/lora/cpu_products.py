@@ -17,7 +17,7 @@ from blockyard.services.gpu_worker.lora.cpu_token_products import (
 )
 from blockyard.services.gpu_worker.lora.joined_deltas import JoinedDeltas
 from blockyard.services.gpu_worker.lora.places import HostAdapter
-from blockyard.services.gpu_worker.lora.targets import layer_shares
+from blockyard.services.gpu_worker.lora.targets import adapted_linears, layer_shares
 from blockyard.services.gpu_worker.lora.token_rows import ReplacedRows, TokenDeltas
 from blockyard.services.gpu_worker.models.interface import Model
 
@@ -73,7 +73,7 @@ class CpuPlaces:
 
     def __init__(self, model: Model, num_places: int, *, fully_sharded: bool = False) -> None:
         """fully_sharded: see `LayerShare`."""
-        rows, linears, ups = model.adapter_rows, model.linears(), model.adaptable.up_projections
+        rows, linears, ups = model.adapter_rows, adapted_linears(model), model.adaptable.up_projections
         self.num_places = num_places
         of_linears = [CpuAdaptedRows(linear, rows) for linear in linears]
         for linear, layer in zip(linears, of_linears, strict=True):

@@ -54,18 +54,25 @@ class TokenDeltas:
         return [tensor for tensor in found if tensor is not None]
 
 
+@dataclass(frozen=True, slots=True)
+class HeadTarget:
+    """The output layer of a model."""
+
+    name: str  # of its module
+    layer: int  # index in the layers that adapters may change
+    linear: Linear
+
+
 class TokenTargets:
     """The embedding and the head of one model, under the names of their modules."""
 
-    def __init__(self, model: Model, head: tuple[str, int] | None, has_module: Callable[[str], bool]) -> None:
-        """head: the name of its module, and its index in the model's linear layers; None: it has none. has_module:
-        whether a rank has a linear layer of this name."""
+    def __init__(self, model: Model, head: HeadTarget | None, has_module: Callable[[str], bool]) -> None:
+        """head: None: the model has none here. has_module: whether a rank has a linear layer of this name."""
         self._embedding, self._dtype, self._stage = model.adaptable.embedding, model.table.dtype, model.table.stage
         self._shard, self._has_module = model.table.shard, has_module
         self._head, self._head_name, self._head_layer = None, "", None
         if head is not None:
-            self._head_name, self._head_layer = bare(head[0]), head[1]
-            self._head = model.linears()[head[1]]
+            self._head_name, self._head_layer, self._head = bare(head.name), head.layer, head.linear
 
     def names(self) -> list[str]:
         return [] if self._embedding is None else [self._embedding.name]

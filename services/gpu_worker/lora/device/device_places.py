@@ -215,7 +215,7 @@ class TokenSizes:
         self.most_head = limits.max_rows + self.num_extra
         self.vocab_size = model.shape.vocab_size
         self._width = 0 if embedding is None else embedding.weight.shape[1]
-        self._head_width = 0 if head is None else model.linears()[head.layer].spec.in_features
+        self._head_width = 0 if head is None else adapted_layers(model)[head.layer].spec.in_features
         self._num_tokens = 0 if embedding is None else len(embedding.own_tokens)
 
     def place_size(self, limits: AdapterLimits) -> int:
