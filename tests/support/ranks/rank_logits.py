@@ -1,10 +1,11 @@
 """A group of ranks: the logits of tiny checkpoints at every position of a prompt, which the leader writes to files.
 
-python -m rank_logits SIZE STAGES GROUP-FOLDER [--spread] [--moved] [--fully-sharded] [--transformers] CHECKPOINT...
+python -m rank_logits SIZE STAGES GROUP-FOLDER [FLAG]... CHECKPOINT...
 
 A checkpoint with a folder ADAPTER has its adapter in all rows. --spread: ranks have some experts whole. --moved: these
 have traded their ranks and places, after a first pass. --fully-sharded: of adapters ranks divide both matrices.
---transformers: models run by their class there. Ranks are forks of one process, which has loaded torch for all of them.
+--as-gpu: adapters are in the places of a GPU, in plain torch. --transformers: models run by their class there. Ranks
+are forks of one process, which has loaded torch for all of them.
 """
 
 import multiprocessing
@@ -41,13 +42,17 @@ from blockyard.services.gpu_worker.startup.stage_choice import make_stage_model
 
 CPU = torch.device("cpu")
 OUTPUT = "logits.pt"
-ADAPTER = "adapter"
+ADAPTER, ADDED = "adapter", "added"  # a folder, and a file with the number of tokens that the adapter adds
 SPREAD, MOVED, FULLY_SHARDED, TRANSFORMERS = "--spread", "--moved", "--fully-sharded", "--transformers"
+AS_GPU = "--as-gpu"
 CHUNKS = [50, 1, 9]
 
 
-def prompt() -> list[int]:
-    return np.random.default_rng(4).integers(2, VOCAB, sum(CHUNKS)).tolist()
+def prompt(num_added: int = 0) -> list[int]:
+    """num_added: tokens that an adapter adds to the vocabulary."""
+    ids: list[int] = np.random.default_rng(4).integers(2, VOCAB, sum(CHUNKS)).tolist()
+    ids[3 : 3 + 2 * num_added : 2] = range(VOCAB, VOCAB + num_added)
+    return ids
 
 
 def connect(rank: int, size: int, group: Path, num_stages: int = 1, *, runs_ahead: bool = False) -> RankGroups:
@@ -63,6 +68,7 @@ def load(
     fully_sharded: bool = False,
     exchange: ExpertExchange | None = None,
     model_impl: str = "auto",
+    as_gpu: bool = False,
 ) -> Model:
     """Stages have as many layers each, the last may have more. fully_sharded: of adapters."""
     settings = read_config(folder, {}, lambda note: None)
@@ -84,7 +90,8 @@ def load(
     checkpoint.load(table, folder, "auto", [], 0, lambda done: None)
     model.prepare(256)
     if (folder / ADAPTER).exists():
-        adapt_model(model, [folder / ADAPTER], load_undivided(folder, model_impl), fully_sharded=fully_sharded)
+        undivided = load_undivided(folder, model_impl)
+        adapt_model(model, [folder / ADAPTER], undivided, fully_sharded=fully_sharded, as_gpu=as_gpu)
         forward, compute_logits = model.forward, model.logits
 
         def begin(rows: int) -> None:
@@ -102,9 +109,9 @@ def load_undivided(folder: Path, model_impl: str = "auto") -> Model:
 
 
 @torch.inference_mode()
-def logits(model: Model) -> torch.Tensor:
+def logits(model: Model, num_added: int = 0) -> torch.Tensor:
     pool = KVPool(model.shape, 20, 8, torch.float32, CPU)
-    return model.logits(hidden_in_chunks(model, pool, prompt(), CHUNKS))
+    return model.logits(hidden_in_chunks(model, pool, prompt(num_added), CHUNKS))
 
 
 @torch.inference_mode()
@@ -134,10 +141,11 @@ def run_rank(rank: int, size: int, num_stages: int, group: Path, folders: Sequen
     torch.set_num_threads(1)
     ranks, models = connect(rank, size, group, num_stages), list[Model]()  # with what they send
     fields: dict[str, Any] = {"spread": SPREAD in flags, "fully_sharded": FULLY_SHARDED in flags}
-    fields["model_impl"] = "transformers" if TRANSFORMERS in flags else "auto"
+    fields |= {"model_impl": "transformers" if TRANSFORMERS in flags else "auto", "as_gpu": AS_GPU in flags}
     for folder in folders:
         models.append(load(folder, ranks, **fields))
-        found = logits(models[-1])
+        added = folder / ADDED
+        found = logits(models[-1], int(added.read_text()) if added.exists() else 0)
         if MOVED in flags:
             move_experts(models[-1], ranks)
             found = logits(models[-1])
@@ -148,7 +156,7 @@ def run_rank(rank: int, size: int, num_stages: int, group: Path, folders: Sequen
 
 def main() -> int:
     size, num_stages, group = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    flags = {SPREAD, MOVED, FULLY_SHARDED, TRANSFORMERS}.intersection(sys.argv[4:])
+    flags = {SPREAD, MOVED, FULLY_SHARDED, TRANSFORMERS, AS_GPU}.intersection(sys.argv[4:])
     folders = [Path(folder) for folder in sys.argv[4:] if folder not in flags]
     context = multiprocessing.get_context("fork")  # torch has not started a thread yet
     of_all = size, num_stages, group, folders, flags
