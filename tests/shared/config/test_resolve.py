@@ -88,8 +88,6 @@ def test_ranks_have_gpus_of_their_own() -> None:
 
 
 def test_ranks_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ConfigError, match="each rank would measure its own heads"):
-        deploy("--device", "cuda", "-tp", "2", "--calculate-kv-scales", "--kv-cache-dtype", "fp8")
     with pytest.raises(ConfigError, match="-tp 9 is more than the 8 query heads of a layer"):
         deploy("--device", "cpu", "-tp", "9", config={"num_attention_heads": 8})
 

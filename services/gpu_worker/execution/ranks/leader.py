@@ -144,6 +144,7 @@ def _device_forward(step: Step, attend: "DeviceAttend", *, has_adapters: bool) -
         table_width,
         attend.words,
         *((0, 0) if step.vectors is None else step.vectors.values.shape),
+        measures_scales=attend.measures_scales,
     )
 
 
@@ -174,9 +175,12 @@ class DeviceAttend:
         words: bytes = b"",
         *,
         has_tables: bool = False,
+        scales_pending: bool = False,
     ) -> None:
-        """num_gathered, words: see `DeviceForward`. has_tables: the block tables are not those of slots."""
+        """num_gathered, words: see `DeviceForward`. has_tables: the block tables are not those of slots.
+        scales_pending: see `KVPool`."""
         self.attend, self.metadata, self.has_tables = attend, metadata, has_tables
+        self.measures_scales = scales_pending and metadata.query_start_loc is not None
         self.num_gathered, self.words = num_gathered, words
 
     def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
