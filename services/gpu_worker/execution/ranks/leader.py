@@ -130,6 +130,7 @@ def _device_forward(step: Step, attend: "DeviceAttend", *, has_adapters: bool) -
     metadata, needed = attend.metadata, step.logits_indices
     starts = metadata.query_start_loc
     num_tables, table_width = metadata.rows.tables.shape if attend.has_tables else (0, 0)
+    num_vectors, vector_width = (0, 0) if step.vectors is None else step.vectors.values.shape
     return DeviceForward(
         len(step.token_ids),
         attend.num_gathered,
@@ -143,8 +144,9 @@ def _device_forward(step: Step, attend: "DeviceAttend", *, has_adapters: bool) -
         num_tables,
         table_width,
         attend.words,
-        *((0, 0) if step.vectors is None else step.vectors.values.shape),
-        measures_scales=attend.measures_scales,
+        num_vectors,
+        vector_width,
+        attend.measures_scales,
     )
 
 
