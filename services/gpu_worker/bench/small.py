@@ -44,7 +44,7 @@ def _layer_norm(rows: int) -> Row:
     weight, bias = torch.randn(2, ENCODER_HIDDEN).to(DTYPE)
     num_bytes = 3 * rows * ENCODER_HIDDEN * 2  # residual and delta in, result out
     pairs = [torch.randn(2, rows, ENCODER_HIDDEN).to(DTYPE) for _ in range(copies(num_bytes))]
-    calls = [partial(add_layer_norm, *pair, weight, bias, 1e-12, keeps_sum=False) for pair in pairs]
+    calls = [partial(add_layer_norm, x, delta, weight, bias, 1e-12, keeps_sum=False) for x, delta in pairs]
     return row("residual add + LayerNorm", f"{rows} x {ENCODER_HIDDEN}", graph_seconds(calls), num_bytes)
 
 
