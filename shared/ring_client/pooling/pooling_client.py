@@ -14,6 +14,7 @@ from blockyard.shared.ring_client.pooling.text_jobs import TextJobs, TokenizedIn
 from blockyard.shared.ring_client.recovery.dispatch import Dispatch
 from blockyard.shared.ring_client.schedulers import Schedulers
 from blockyard.shared.ring_client.tokenizer_client import TokenizerClient
+from blockyard.shared.token_ids import num_ids
 
 
 class _SentPart(NamedTuple):
@@ -95,6 +96,8 @@ class PoolingClient:
     def _entry(
         self, call: PoolingCall, card: ModelCard, inputs: TokenizedInputs, arrived_s: float, num_before: int
     ) -> PooledEntry:
+        num_later = 0 if num_before else len(call.inputs) - len(inputs.places)
+        num_tokens = sum(map(num_ids, inputs.prompts))
         request = Pool(
             f"{call.request_id}-part{num_before}" if num_before else call.request_id,
             0,
@@ -110,6 +113,9 @@ class PoolingClient:
             call.user,
             call.batch_line,
             call.cache_salt,
+            later_prompts=num_later,
+            later_tokens=num_tokens * num_later // len(inputs.places),
+            is_later=num_before > 0,
         )
         return PooledEntry(request, inputs.prompts, lambda index: field_of(call, inputs.places[index]), arrived_s)
 

@@ -107,6 +107,7 @@ async def test_results_come_in_any_order_and_in_parts() -> None:
     assert job.texts == ["abc", "d"] and job.quick
     (pool,) = ring.take(Pool)
     assert array("I", pool.lengths).tolist() == [3, 2, 1]
+    assert not pool.later_prompts and not pool.is_later
     assert array("I", pool.token_ids).tolist() == [5, 5, 5, 7, 8, 5]
     ring.client.handle(SCHEDULER, Accepted("r", 0, None, ROOM))
     ring.hear(0, indexes=[2])
@@ -177,6 +178,9 @@ async def test_a_call_with_many_texts_is_sent_as_it_is_tokenized() -> None:
     assert [item.num_tokens for item in answer.items] == [1, *map(len, MANY)]
     assert answer.items[5].data[0] == 0, "the first of its part"
     assert (ring.client.num_open(), ring.client.meters.requests) == (0, 1)
+    # a scheduler takes or refuses a call by its first part
+    assert (given.later_prompts, given.later_tokens, given.is_later) == (len(MANY), len(MANY), False)
+    assert {(part.later_prompts, part.is_later) for part in parts} == {(0, True)}
 
 
 async def test_a_part_that_fails_ends_the_call() -> None:
