@@ -1,7 +1,7 @@
 """Tokenizes the inputs of a call: many texts in one job, as many as a job's limits are for.
 
-While nothing else waits, a call with many texts is divided into parts: so a worker computes the first texts while
-tokenizers read the others.
+While nothing else waits, a call of many texts to an encoder is divided into parts: so a worker computes the first texts
+while tokenizers read the others. A decoder's step of few texts may take as long as one of many.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ class TextJobs:
         )  # fmt: skip
         prompt = _prompt(call, pooling)
         of_texts = msgspec.structs.replace(template, prompt=prompt, counts_prompt=not pooling.include_prompt)
-        divides = may_divide and _num_chars(call) > MANY_BYTES
+        divides = may_divide and not pooling.has_kv and _num_chars(call) > MANY_BYTES
         first_bytes = FIRST_BYTES if divides else QUICK_BYTES
         jobs = [
             *self._jobs(call, of_texts, plain, pooling, first_bytes),

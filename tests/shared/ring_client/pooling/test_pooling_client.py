@@ -46,8 +46,8 @@ POOLING = PoolingCard(
 class Ring:
     """A client; the test is its tokenizer and its scheduler. A text is as many tokens as it has characters."""
 
-    def __init__(self) -> None:
-        card = msgspec.structs.replace(CARD, pooling=POOLING)
+    def __init__(self, has_kv: bool = False) -> None:
+        card = msgspec.structs.replace(CARD, pooling=msgspec.structs.replace(POOLING, has_kv=has_kv))
         self.tokenizer = member(Role.TOKENIZER_POOL, TOKENIZER)
         self.scheduler = member(Role.SCHEDULER, SCHEDULER, card=card)
         self.links = FakeLinks(Member("api_gateway", Role.API_GATEWAY, 99, "ipc:///99"), self.tokenizer, self.scheduler)
@@ -181,6 +181,14 @@ async def test_a_call_with_many_texts_is_sent_as_it_is_tokenized() -> None:
     # a scheduler takes or refuses a call by its first part
     assert (given.later_prompts, given.later_tokens, given.is_later) == (len(MANY), len(MANY), False)
     assert {(part.later_prompts, part.is_later) for part in parts} == {(0, True)}
+
+
+async def test_a_call_to_a_decoder_is_not_divided() -> None:
+    ring = Ring(has_kv=True)
+    task = ring.ask(MANY)
+    await ring.tokenize()
+    assert [num_ids(pool.lengths) for pool in ring.take(Pool)] == [len(MANY)]
+    task.cancel()
 
 
 async def test_a_part_that_fails_ends_the_call() -> None:
