@@ -95,6 +95,7 @@ class RegistryLink:
             send_frame(self._socket, data)
         except zmq.Again:
             return False
+        self._poller.sent(self._socket)
         return True
 
     def _repeat(self) -> None:
