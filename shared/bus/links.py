@@ -99,14 +99,13 @@ class Links(Generic[In]):
         Returns False if no such member is alive or its link is full; a member with a full link is treated as lost.
         """
         sent = self._out.send(to, self._encode(frame))
-        if not sent:
-            self._poller.wake()  # for the events of a lost link
+        self._poller.wake()
         return sent
 
     def answer(self, to: int, frame: Frame) -> bool:
         """Sends on the link that member `to` opened to us. Returns False if there is none or it is full."""
         sent = self._in.send(to, self._encode(frame))
-        self._poller.sent(self._in.socket)
+        self._poller.wake()
         return sent
 
     def poll(self, timeout_s: float) -> list[tuple[int, Event | In]]:
@@ -127,7 +126,7 @@ class Links(Generic[In]):
                 yield event
             if events:
                 await asyncio.sleep(0)  # lets HTTP connections run
-            if len(events) < MAX_FRAMES_A_TURN:  # otherwise a socket may have more
+            else:
                 await self._poller.wait_in_loop(self._registry_link.due_in())
 
     def watch(self, *sources: Readable) -> None:

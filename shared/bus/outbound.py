@@ -102,7 +102,6 @@ class OutboundLinks:
             log.warning("the link to %s is full: treated as lost", link.member.name)
             self.broke(to)
             return False
-        self._poller.sent(link.socket)
         return True
 
     def take_events(self) -> list[tuple[int, Any]]:

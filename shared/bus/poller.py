@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import zmq
 
-from blockyard.shared.bus.sockets import descriptor, readable
+from blockyard.shared.bus.sockets import descriptor
 
 Readable: TypeAlias = "zmq.Socket[Any] | int"  # an int is a file descriptor
 
@@ -54,21 +54,13 @@ class Poller:
 
     async def wait_in_loop(self, timeout_s: float) -> None:
         assert self._loop is not None
-        if self._awake.is_set():
-            return
         timer = self._loop.call_later(timeout_s, self._awake.set)
         await self._awake.wait()
         timer.cancel()
 
     def wake(self) -> None:
-        """Ends the wait for something that no socket reports."""
+        """To be called after a send: descriptors are edge-triggered, and a send may consume the edge of an arrival."""
         if self._loop is not None:
-            self._awake.set()
-
-    def sent(self, sock: "zmq.Socket[Any]") -> None:
-        """To be called after a send: descriptors are edge-triggered, and it may have consumed the edge of an arrival on
-        this socket."""
-        if self._loop is not None and readable(sock):
             self._awake.set()
 
 

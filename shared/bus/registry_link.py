@@ -95,7 +95,6 @@ class RegistryLink:
             send_frame(self._socket, data)
         except zmq.Again:
             return False
-        self._poller.sent(self._socket)
         return True
 
     def _repeat(self) -> None:
