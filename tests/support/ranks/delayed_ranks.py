@@ -86,6 +86,10 @@ class RecordedCollectives:
         self._record("allreduce", tensors)
         return self._collectives.allreduce(tensors, options)
 
+    def gather(self, outputs: list[list[Tensor]], parts: list[Tensor], options: object) -> PendingCollective | None:
+        self._record("gather", parts)
+        return self._collectives.gather(outputs, parts, options)
+
     def broadcast(self, tensors: list[Tensor], options: object) -> PendingCollective | None:
         self._record("broadcast", tensors)
         return self._collectives.broadcast(tensors, options)
