@@ -161,7 +161,7 @@ class DelayedRanks:
     def _load(self, rank: int) -> tuple[Model, KVPool, RankGroups, MovableExperts | None]:
         size, num_stages = self._layout
         ranks, delay = connect(rank, size, self._group, num_stages, runs_ahead=self._as_gpus), delays(rank)
-        model = load(self._folder, ranks, spread=self._balance is not None)
+        model = load(self._folder, ranks, spread=self._balance is not None, moves=self._balance is not None)
         self._record("ranks", 0, ranks.everyone, delay)
         if ranks.tensor is not None and ranks.tensor is not ranks.everyone:
             self._record("stage", ranks.place.stage, ranks.tensor, delay)
