@@ -1,16 +1,14 @@
 """A group of ranks: the logits of tiny checkpoints at every position of a prompt, which the leader writes to files.
 
-python -m rank_logits SIZE STAGES GROUP-FOLDER [FLAG]... CHECKPOINT...
-
 A checkpoint with a folder ADAPTER has its adapter in all rows. --spread: ranks have some experts whole. --moved: these
 have traded their ranks and places, after a first pass. --fully-sharded: of adapters ranks divide both matrices.
 --as-gpu: adapters are in the places of a GPU, in plain torch. --transformers: models run by their class there. Ranks
-are forks of one process, which has loaded torch for all of them.
+are forks of one process, which has loaded torch for all groups.
 """
 
+import functools
 import multiprocessing
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -19,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from forks import Forks
 from model_logits import hidden_in_chunks
 from placed_adapters import adapt_model
 from tiny_checkpoint import VOCAB
@@ -130,12 +129,17 @@ def move_experts(model: Model, ranks: RankGroups) -> None:
             movable.do(TradeExperts(stage, layer, pairs))
 
 
+@functools.cache
+def _forks() -> Forks:
+    return Forks("import rank_logits", {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+
+
 def run(size: int, group: Path, folders: Sequence[Path], *flags: str, num_stages: int = 1) -> None:
-    """Runs all ranks as processes. Raises CalledProcessError if one fails. size: of a stage."""
+    """Runs all ranks as processes. size: of a stage."""
     group.mkdir()
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-P", "-m", "rank_logits", str(size), str(num_stages), str(group), *flags]
-    subprocess.run([*command, *map(str, folders)], env=env, check=True)
+    _forks().run(
+        f"rank_logits.run_ranks({size}, {num_stages}, {str(group)!r}, {[*map(str, folders)]!r}, {flags!r})", group
+    )
 
 
 def run_rank(rank: int, size: int, num_stages: int, group: Path, folders: Sequence[Path], flags: set[str]) -> None:
@@ -156,12 +160,12 @@ def run_rank(rank: int, size: int, num_stages: int, group: Path, folders: Sequen
     ranks.everyone.least(0)  # the leader ends when nobody sends any more
 
 
-def main() -> int:
-    size, num_stages, group = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    flags = {SPREAD, MOVED, FULLY_SHARDED, TRANSFORMERS, AS_GPU}.intersection(sys.argv[4:])
-    folders = [Path(folder) for folder in sys.argv[4:] if folder not in flags]
+def run_ranks(size: int, num_stages: int, group: str, folders: Sequence[str], flags: Sequence[str]) -> None:
+    """Runs in a fork."""
+    if TRANSFORMERS in flags:
+        find_family({"architectures": ["LlamaForCausalLM"]}, "transformers")  # loads it once for all ranks
     context = multiprocessing.get_context("fork")  # torch has not started a thread yet
-    of_all = size, num_stages, group, folders, flags
+    of_all = size, num_stages, Path(group), [*map(Path, folders)], set(flags)
     ranks = [context.Process(target=run_rank, args=(rank, *of_all)) for rank in range(size * num_stages)]
     for rank in ranks:
         rank.start()
@@ -170,8 +174,4 @@ def main() -> int:
     failed = [rank for rank in ranks if rank.exitcode != 0]
     for rank in failed:
         rank.kill()
-    return len(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    assert not failed, f"{len(failed)} of {len(ranks)} ranks"
