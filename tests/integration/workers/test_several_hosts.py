@@ -28,7 +28,7 @@ SERVICES = ("message-bus", "tokenizer-pool", "scheduler", "detokenizer", "api-ga
 READY_S = 90.0
 GONE_S = 30.0
 NUM_STREAMS, NUM_TOKENS = 3, 80
-PARTITION_S = 7.0  # a rank may be silent for 4 s
+PARTITION_S = 10.0  # a rank may be silent for 4 s
 MODEL = ("--device", "cpu", "--dtype", "float32")
 
 

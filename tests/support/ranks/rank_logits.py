@@ -2,7 +2,8 @@
 
 A checkpoint with a folder ADAPTER has its adapter in all rows. --spread: ranks have some experts whole. --moved: these
 have traded their ranks and places, after a first pass. --fully-sharded: of adapters ranks divide both matrices.
---transformers: models run by their class there. Ranks are forks of one process, which has loaded torch for all groups.
+--as-gpu: adapters are in the places of a GPU, in plain torch. --transformers: models run by their class there. Ranks
+are forks of one process, which has loaded torch for all groups.
 """
 
 import functools
@@ -40,13 +41,17 @@ from blockyard.services.gpu_worker.startup.stage_choice import make_stage_model
 
 CPU = torch.device("cpu")
 OUTPUT = "logits.pt"
-ADAPTER = "adapter"
+ADAPTER, ADDED = "adapter", "added"  # a folder, and a file with the number of tokens that the adapter adds
 SPREAD, MOVED, FULLY_SHARDED, TRANSFORMERS = "--spread", "--moved", "--fully-sharded", "--transformers"
+AS_GPU = "--as-gpu"
 CHUNKS = [50, 1, 9]
 
 
-def prompt() -> list[int]:
-    return np.random.default_rng(4).integers(2, VOCAB, sum(CHUNKS)).tolist()
+def prompt(num_added: int = 0) -> list[int]:
+    """num_added: tokens that an adapter adds to the vocabulary."""
+    ids: list[int] = np.random.default_rng(4).integers(2, VOCAB, sum(CHUNKS)).tolist()
+    ids[3 : 3 + 2 * num_added : 2] = range(VOCAB, VOCAB + num_added)
+    return ids
 
 
 def connect(rank: int, size: int, group: Path, num_stages: int = 1, *, runs_ahead: bool = False) -> RankGroups:
@@ -62,6 +67,7 @@ def load(
     fully_sharded: bool = False,
     exchange: ExpertExchange | None = None,
     model_impl: str = "auto",
+    as_gpu: bool = False,
 ) -> Model:
     """Stages have as many layers each, the last may have more. fully_sharded: of adapters."""
     settings = read_config(folder, {}, lambda note: None)
@@ -83,7 +89,8 @@ def load(
     checkpoint.load(table, folder, "auto", [], 0, lambda done: None)
     model.prepare(256)
     if (folder / ADAPTER).exists():
-        adapt_model(model, [folder / ADAPTER], load_undivided(folder, model_impl), fully_sharded=fully_sharded)
+        undivided = load_undivided(folder, model_impl)
+        adapt_model(model, [folder / ADAPTER], undivided, fully_sharded=fully_sharded, as_gpu=as_gpu)
         forward, compute_logits = model.forward, model.logits
 
         def begin(rows: int) -> None:
@@ -101,9 +108,9 @@ def load_undivided(folder: Path, model_impl: str = "auto") -> Model:
 
 
 @torch.inference_mode()
-def logits(model: Model) -> torch.Tensor:
+def logits(model: Model, num_added: int = 0) -> torch.Tensor:
     pool = KVPool(model.shape, 20, 8, torch.float32, CPU)
-    return model.logits(hidden_in_chunks(model, pool, prompt(), CHUNKS))
+    return model.logits(hidden_in_chunks(model, pool, prompt(num_added), CHUNKS))
 
 
 @torch.inference_mode()
@@ -138,10 +145,11 @@ def run_rank(rank: int, size: int, num_stages: int, group: Path, folders: Sequen
     torch.set_num_threads(1)
     ranks, models = connect(rank, size, group, num_stages), list[Model]()  # with what they send
     fields: dict[str, Any] = {"spread": SPREAD in flags, "fully_sharded": FULLY_SHARDED in flags}
-    fields["model_impl"] = "transformers" if TRANSFORMERS in flags else "auto"
+    fields |= {"model_impl": "transformers" if TRANSFORMERS in flags else "auto", "as_gpu": AS_GPU in flags}
     for folder in folders:
         models.append(load(folder, ranks, **fields))
-        found = logits(models[-1])
+        added = folder / ADDED
+        found = logits(models[-1], int(added.read_text()) if added.exists() else 0)
         if MOVED in flags:
             move_experts(models[-1], ranks)
             found = logits(models[-1])

@@ -1,9 +1,12 @@
 """What followers with GPUs are told beside forward passes: kernels, graphs that are given up; and sends of prefills."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from rank_logits import CPU
@@ -20,11 +23,19 @@ from blockyard.services.gpu_worker.execution.cuda.decode_graphs import (
     ForwardOutput,
     MirroredReplay,
 )
-from blockyard.services.gpu_worker.execution.cuda.follower_steps import DeviceFollowerSteps
+from blockyard.services.gpu_worker.execution.cuda.follower_steps import DeviceFollowerSteps, FollowerGraph
+from blockyard.services.gpu_worker.execution.cuda.prefill_graphs import PrefillGraph
+from blockyard.services.gpu_worker.execution.cuda.prefill_steps import BatchDescriptor, write_trial
 from blockyard.services.gpu_worker.execution.cuda.stored_layers import LayerEvents
 from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror, LeaderModel
 from blockyard.services.gpu_worker.host_link import SameMemory
-from blockyard.services.gpu_worker.parallel.commands import BeginGraph, DropGraph, Followers, InstallKernels
+from blockyard.services.gpu_worker.parallel.commands import (
+    BeginGraph,
+    DropGraph,
+    Followers,
+    InstallKernels,
+    ReplayGraph,
+)
 from blockyard.shared.messages import KVSend, SlotRun, StepPlan
 from blockyard.shared.messages.base import Frame
 
@@ -62,6 +73,21 @@ def test_a_prefill_that_sends_blocks_records_layers_and_is_computed_by_all(
         tokens.append(collected(runner)[1][0].token_ids)
     assert tokens[0] == tokens[1] and len(tokens[0]) == 1
     assert len(ranks.forwards) == 2
+
+
+def test_followers_measure_scales_in_the_steps_in_which_the_leader_does(ranks: TwoRanks) -> None:
+    """Not in trial steps, nor in those without a prompt of several tokens."""
+    runner, starts = ranks.runner, [started(0, prompt_of(5), greedy(), [6, 7])]
+    for number, is_trial in enumerate((True, False, False)):
+        runner.reset(4)
+        runner.pool.scales_pending = number < 2
+        with runner.pool.trial_steps() if is_trial else nullcontext():
+            runner.launch(StepPlan(1, 1, [], starts, [], [SlotRun(0, 5)]))
+            assert collected(runner)[1][0].token_ids
+    runner.pool.scales_pending = True
+    runner.launch(plan(2, 0))
+    assert collected(runner)[2][0].token_ids
+    assert [one.measures_scales for one in ranks.forwards] == [False, True, False, False]
 
 
 @pytest.mark.parametrize(("size", "num_stages"), [(2, 1), (1, 2)])
@@ -107,6 +133,33 @@ def test_graphs_that_are_captured_again_are_dropped_by_all(ranks: TwoRanks, monk
     assert [frame.key for frame in sent if isinstance(frame, BeginGraph)] == [1, 2]
     assert sent[-1] == DropGraph(2) and [size.rows for size in steps._graphs] == [1]
     steps._graphs.clear()
+
+
+@pytest.mark.parametrize("keeps_hidden", [False, True])
+def test_each_replay_of_a_prefill_tells_followers_its_words(ranks: TwoRanks, *, keeps_hidden: bool) -> None:
+    """Also that of a trial: without words they would compute what their memory had before."""
+    sent: list[Frame] = []
+    size = BatchDescriptor(4, 9, 3, 5, keeps_hidden=keeps_hidden)
+    words = torch.empty(sum(size.parts), dtype=torch.int64)
+    write_trial(words, size, 100)
+    assert isinstance(ranks.runner.model, LeaderModel)
+    mirror = DeviceMirror(lambda frame, to=Followers.ALL: sent.append(frame), ranks.runner.model.ranks, SameMemory())
+    graph = PrefillGraph(size, words, MirroredReplay(Mark(), 1, mirror), (Mark(), Mark()))
+    graph.replay(words, needs_processing=False)
+    (replayed,) = sent
+    assert isinstance(replayed, ReplayGraph)
+    tokens = np.frombuffer(replayed.words, np.int32)
+    assert len(tokens) == 3 * 9 + (3 + 1) + (0 if keeps_hidden else 2 * 5)
+    assert tokens[:9].tolist() == list(range(4, 13))
+
+
+def test_a_follower_refuses_a_replay_without_the_words_of_its_graph(ranks: TwoRanks) -> None:
+    assert isinstance(ranks.runner.model, LeaderModel)
+    model, pool, groups = ranks.runner.model, ranks.runner.pool, ranks.runner.model.ranks
+    steps = DeviceFollowerSteps(model, pool, groups, ranks.runner.geometry, ReferenceOps())
+    steps._graphs[1] = FollowerGraph(cast(torch.cuda.CUDAGraph, Mark()), torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(AssertionError, match="words of another step"):
+        steps.do(ReplayGraph(1, b""))
 
 
 def test_a_follower_installs_the_kernels_of_its_leader(ranks: TwoRanks) -> None:
