@@ -40,7 +40,8 @@ check: test-ready
 	$(RUN) -m ruff format --check --quiet services shared kernels tests compose
 	$(RUN) -m mypy
 
-# The suite is meant for two cores. Its processes wait for others a sixth of the time, so that there are three.
+# The suite is meant for two cores. Its processes wait for others a sixth of the time, so that there are three; those of
+# rings wait longer, and are four.
 SLOWEST := -q --durations=15 --durations-min=5
 # Files run in the order of their names: those with the fewest tests, which would be the last, take long.
 BY_FILE := --dist loadfile --no-loadscope-reorder
@@ -67,7 +68,7 @@ pytest:
 	trap 'kill $$kernels' INT TERM; \
 	$(RUN) -m pytest $(SLOWEST) $(ALONE:%=tests/%); alone=$$?; \
 	wait $$kernels; kernels=$$?; cat $$log; rm $$log; test $$alone = 0 -a $$kernels = 0
-	$(RUN) -m pytest $(SLOWEST) -n 3 $(BY_FILE) $(RINGS) || \
+	$(RUN) -m pytest $(SLOWEST) -n 4 $(BY_FILE) $(RINGS) || \
 	{ $(RUN) -m pytest $(SLOWEST) $(LATE) $(RINGS) && echo "late beside other rings, in time by themselves: the tests above"; }
 endif
 
