@@ -47,7 +47,7 @@ SLOWEST := -q --durations=15 --durations-min=5
 BY_FILE := --dist loadfile --no-loadscope-reorder
 # Tests in which a delay of the machine itself would be taken for a fault have it nearly to themselves: kernels beside
 # them compute on what they leave. `make pytest ARGS=tests/shared` runs these alone.
-ALONE := $(addprefix integration/,failures/test_freezes.py failures/test_tokenizer_faults.py workers/test_several_hosts.py workers/test_ray_ranks.py) \
+ALONE := $(addprefix integration/,failures/test_freezes.py failures/test_tokenizer_faults.py workers/test_ray_ranks.py) \
 	$(addprefix services/bench/,test_suite.py parallel/test_measures.py prefill_decode/test_measures.py)
 # gives way to all: Linux shares a core among sessions first, and then among the processes of each
 IDLE := nice -n 19 sh -c 'echo 19 >/proc/self/autogroup || true; exec "$$0" "$$@"'
