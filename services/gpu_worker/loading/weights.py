@@ -127,6 +127,12 @@ class WeightTable:
         self._notes: dict[str, dict[str, None]] = {}  # note -> names, in order
 
     @property
+    def adapts_experts(self) -> bool:
+        """Whether adapters may change experts. Not where rows of other workers reach them, which come without their
+        adapter, and not where they move, which their parts of adapters do not."""
+        return self.exchange is None and not self.moves_experts
+
+    @property
     def has_memory(self) -> bool:
         """False: the model is only declared, on the meta device."""
         return self.device != NO_MEMORY

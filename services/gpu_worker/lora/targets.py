@@ -68,15 +68,15 @@ AdaptedLayer = Linear | UpProjection | AdaptableExpert
 def adapted_layers(model: Model) -> list[AdaptedLayer]:
     """The layers that adapters may change. Deltas name them by their index."""
     layers: list[AdaptedLayer] = [*adapted_linears(model), *model.adaptable.up_projections]
-    if model.table.exchange is None:
+    if model.table.adapts_experts:
         layers += [one for experts in model.experts() for matrix in experts.matrices() for one in matrix.experts()]
     return layers
 
 
 def adapted_linears(model: Model) -> list[Linear]:
-    """The first of `adapted_layers`. Not experts that several workers have: rows reach them without their adapter."""
-    is_spread = model.table.exchange is not None
-    return [one for one in model.linears() if not (is_spread and EXPERT.match(_key(one.spec.parts[0].name)))]
+    """The first of `adapted_layers`."""
+    has_experts = model.table.adapts_experts
+    return [one for one in model.linears() if has_experts or not EXPERT.match(_key(one.spec.parts[0].name))]
 
 
 def layer_shares(model: Model, *, fully_sharded: bool = False) -> list[LayerShare]:
@@ -95,7 +95,6 @@ class ModelTargets:
         """whole: the declared model with all layers and experts; None: `model` has them all. fully_sharded: see
         `LayerShare`."""
         self._layers, self._table = adapted_layers(model), model.table
-        self._has_spread_experts = model.table.exchange is not None
         self.long_rotations, self._trained_len = model.adapter_rows.long_rotations, model.shape.max_positions
         self.vocab_size = model.shape.vocab_size
         self._shares = layer_shares(model, fully_sharded=fully_sharded)
@@ -144,10 +143,10 @@ class ModelTargets:
 
         max_rank: of one expert of a stack. Modules of layers that other ranks have are left to them.
         """
-        if self._has_spread_experts and (of_experts := [one.name for one in modules if _is_of_experts(one)]):
+        if not self._table.adapts_experts and (of_experts := [one.name for one in modules if _is_of_experts(one)]):
             raise AdapterError(
-                f"the adapter changes experts, such as {of_experts[0]}: workers that have them together serve adapters "
-                "of other layers (--data-parallel-size with --enable-expert-parallel)"
+                f"the adapter changes experts, such as {of_experts[0]}: with --enable-eplb, or with both "
+                "--enable-expert-parallel and --data-parallel-size, workers serve adapters of other layers"
             )
         if missing := [module.name for module in modules if not self._has(module)]:
             raise AdapterError(f"this model has no layer for {listed(missing)}")

@@ -190,10 +190,6 @@ def test_experts_move_by_their_loads() -> None:
         (["--eplb-config", '{"step_interval": 5}'], "--eplb-config: needs --enable-eplb"),
         (["--enable-expert-parallel", "--enable-eplb", "--batch-invariant"], "--enable-eplb: not with --batch-inv"),
         (
-            ["--enable-expert-parallel", "--enable-eplb", "--enable-lora"],
-            "--enable-eplb: not built yet with --en",
-        ),
-        (
             ["--enable-eplb", "--eplb-config", '{"interval": 5}'],
             "--eplb-config: .*interval.*; the keys are window",
         ),

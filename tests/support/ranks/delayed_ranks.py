@@ -86,6 +86,10 @@ class RecordedCollectives:
         self._record("allreduce", tensors)
         return self._collectives.allreduce(tensors, options)
 
+    def gather(self, outputs: list[list[Tensor]], parts: list[Tensor], options: object) -> PendingCollective | None:
+        self._record("gather", parts)
+        return self._collectives.gather(outputs, parts, options)
+
     def broadcast(self, tensors: list[Tensor], options: object) -> PendingCollective | None:
         self._record("broadcast", tensors)
         return self._collectives.broadcast(tensors, options)
@@ -157,7 +161,7 @@ class DelayedRanks:
     def _load(self, rank: int) -> tuple[Model, KVPool, RankGroups, MovableExperts | None]:
         size, num_stages = self._layout
         ranks, delay = connect(rank, size, self._group, num_stages, runs_ahead=self._as_gpus), delays(rank)
-        model = load(self._folder, ranks, spread=self._balance is not None)
+        model = load(self._folder, ranks, spread=self._balance is not None, moves=self._balance is not None)
         self._record("ranks", 0, ranks.everyone, delay)
         if ranks.tensor is not None and ranks.tensor is not ranks.everyone:
             self._record("stage", ranks.place.stage, ranks.tensor, delay)

@@ -68,6 +68,7 @@ def load(
     exchange: ExpertExchange | None = None,
     model_impl: str = "auto",
     as_gpu: bool = False,
+    moves: bool = False,
 ) -> Model:
     """Stages have as many layers each, the last may have more. fully_sharded: of adapters."""
     settings = read_config(folder, {}, lambda note: None)
@@ -75,7 +76,7 @@ def load(
     build = partial(find_family(settings, model_impl), settings)
     table = WeightTable(torch.float32, CPU, shard=shard)
     table.ranks, table.spreads_experts = None if ranks is None else ranks.tensor, spread
-    table.moves_experts = spread and exchange is None
+    table.moves_experts = moves
     if exchange is not None:
         table.exchange, table.replica = exchange, exchange.group.shard
     if ranks is not None and ranks.place.num_stages > 1:
@@ -146,6 +147,7 @@ def run_rank(rank: int, size: int, num_stages: int, group: Path, folders: Sequen
     ranks, models = connect(rank, size, group, num_stages), list[Model]()  # with what they send
     fields: dict[str, Any] = {"spread": SPREAD in flags, "fully_sharded": FULLY_SHARDED in flags}
     fields |= {"model_impl": "transformers" if TRANSFORMERS in flags else "auto", "as_gpu": AS_GPU in flags}
+    fields["moves"] = MOVED in flags
     for folder in folders:
         models.append(load(folder, ranks, **fields))
         added = folder / ADDED

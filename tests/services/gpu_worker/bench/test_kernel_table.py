@@ -38,7 +38,8 @@ def test_a_kernel_is_compared_with_the_slower_ceiling() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_all_small_kernels_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"HIDDEN": 64, "INNER": 48, "HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 16}.items():
+    sizes = {"HIDDEN": 64, "INNER": 48, "HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 16, "ENCODER_HIDDEN": 40}
+    for name, value in (sizes | {"ENCODER_ROWS": (3,)}).items():
         monkeypatch.setattr(small, name, value)
     monkeypatch.setattr(small, "DTYPE", torch.float16)  # bfloat16 only on a GPU
     assert [one.shape for one in small.measure()] == [
@@ -48,6 +49,7 @@ def test_all_small_kernels_are_measured(monkeypatch: pytest.MonkeyPatch) -> None
         "2 x 8 x 16",
         "2 x 8 x 16",
         "2 x 6 x 16",
+        "3 x 40",
     ]
 
 

@@ -24,7 +24,7 @@ from blockyard.services.gpu_worker.execution.cuda.decode_graphs import (
     MirroredReplay,
 )
 from blockyard.services.gpu_worker.execution.cuda.follower_steps import DeviceFollowerSteps, FollowerGraph
-from blockyard.services.gpu_worker.execution.cuda.prefill_graphs import PrefillGraph
+from blockyard.services.gpu_worker.execution.cuda.prefill_graphs import PrefillGraph, end_trial
 from blockyard.services.gpu_worker.execution.cuda.prefill_steps import BatchDescriptor, write_trial
 from blockyard.services.gpu_worker.execution.cuda.stored_layers import LayerEvents
 from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror, LeaderModel
@@ -36,6 +36,7 @@ from blockyard.services.gpu_worker.parallel.commands import (
     InstallKernels,
     ReplayGraph,
 )
+from blockyard.shared.errors import RankLostError
 from blockyard.shared.messages import KVSend, SlotRun, StepPlan
 from blockyard.shared.messages.base import Frame
 
@@ -47,6 +48,8 @@ class Mark:
         return True
 
     def replay(self) -> None: ...
+
+    def synchronize(self) -> None: ...
 
 
 @pytest.fixture
@@ -151,6 +154,17 @@ def test_each_replay_of_a_prefill_tells_followers_its_words(ranks: TwoRanks, *, 
     tokens = np.frombuffer(replayed.words, np.int32)
     assert len(tokens) == 3 * 9 + (3 + 1) + (0 if keeps_hidden else 2 * 5)
     assert tokens[:9].tolist() == list(range(4, 13))
+
+
+def test_a_trial_that_does_not_end_is_a_lost_rank() -> None:
+    end_trial(Mark())
+
+    class Hanging(Mark):
+        def query(self) -> bool:
+            return False
+
+    with pytest.raises(RankLostError, match=r"not ended within 0\.05 s"):
+        end_trial(Hanging(), most_s=0.05)
 
 
 def test_a_follower_refuses_a_replay_without_the_words_of_its_graph(ranks: TwoRanks) -> None:

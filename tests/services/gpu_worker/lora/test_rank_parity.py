@@ -108,5 +108,11 @@ def test_experts_that_are_whole(tmp_path: Path) -> None:
     assert wrong(differences(SPREAD, tmp_path, 3, rank_logits.SPREAD, rank_logits.FULLY_SHARDED)) == {}
 
 
+def test_experts_that_have_moved(tmp_path: Path) -> None:
+    """Adapters of other layers."""
+    adapters: Adapters = {name: (name, {"target_modules": ["o_proj"]}) for name in ("mixtral", "gpt-oss")}
+    assert wrong(differences(adapters, tmp_path, 3, rank_logits.SPREAD, rank_logits.MOVED)) == {}
+
+
 def test_stages_of_two_ranks(tmp_path: Path) -> None:
     assert wrong(differences(STAGES, tmp_path, 2, num_stages=2)) == {}

@@ -155,12 +155,15 @@ def test_a_rank_above_the_limit(targets: ModelTargets, tmp_path: Path) -> None:
         read_adapter(tmp_path, targets, AdapterLimits(dtype=torch.float32, max_rank=3))
 
 
-def test_experts_that_several_workers_have_together(tmp_path: Path) -> None:
-    """Rows reach them without their adapter: one that changes experts is refused, and no layer of it is left out."""
+def test_experts_that_adapters_may_not_change(tmp_path: Path) -> None:
+    """Those that several workers have, and those that move: no matrix is left out silently."""
     theirs = BY_NAME["qwen3-moe"].save(tmp_path / "base")
     save_adapter(theirs, tmp_path / "adapter", target_modules="all-linear")
     model = start(tmp_path / "base").model
     read_adapter(tmp_path / "adapter", ModelTargets(model), EXACT)
-    model.table.exchange = ExpertExchange(cast(RankGroup, None), WHOLE)
-    with pytest.raises(AdapterError, match=r"changes experts, such as model.layers.0.mlp.experts.*: workers that have"):
-        read_adapter(tmp_path / "adapter", ModelTargets(model), EXACT)
+    exchange = ExpertExchange(cast(RankGroup, None), WHOLE)
+    for field, value, otherwise in (("moves_experts", True, False), ("exchange", exchange, None)):
+        setattr(model.table, field, value)
+        with pytest.raises(AdapterError, match=r"changes experts, such as model.layers.0.mlp.experts.*: with --enable"):
+            read_adapter(tmp_path / "adapter", ModelTargets(model), EXACT)
+        setattr(model.table, field, otherwise)
