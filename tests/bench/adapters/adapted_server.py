@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from blockyard.services.bench.load.results import RequestResult
+from blockyard.services.bench.load.results import BenchError, RequestResult
 from blockyard.services.bench.suite import adapters, shapes
 from blockyard.services.bench.suite.served import SuiteServer, random_requests, serve
 
@@ -62,11 +62,18 @@ class AdaptedServer(contextlib.AbstractContextManager["AdaptedServer"]):
         self._file = folder  # of an adapter's matrices, once they are written
         self._stack = contextlib.ExitStack()
         self._served: SuiteServer | None = None
+        self._failure: BenchError | None = None  # of its start
 
     @property
     def served(self) -> SuiteServer:
+        if self._failure is not None:
+            raise self._failure  # another start would take as long
         if self._served is None:
-            self._served = self._stack.enter_context(self._start()).complete()
+            try:
+                self._served = self._stack.enter_context(self._start()).complete()
+            except BenchError as e:
+                self._failure = e
+                raise
             print(f"ready with {len(self.names)} adapters after {self._served.full_s:.0f} s", file=sys.stderr)
         return self._served
 
