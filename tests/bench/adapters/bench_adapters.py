@@ -57,7 +57,8 @@ def _measured(kind: str, measure: Callable[[], list[Row]]) -> Iterator[Row]:
         found = measure()
     except Exception as e:
         log.exception("%s failed", kind)
-        found = [(kind, f"failed: {str(e).strip().splitlines()[0] if str(e) else type(e).__name__}", "")]
+        lines = str(e).strip().splitlines() or [type(e).__name__]
+        found = [(kind, f"failed: {' '.join([lines[0], *lines[1:][-1:]])}", "")]  # what, and the last of its log
     print(f"{kind}: {time.monotonic() - begin_s:.0f} s", file=sys.stderr)
     yield from found
 
