@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
-from blockyard.services.gpu_worker.lora.file_memory import FileMemory
+from blockyard.services.gpu_worker.lora.file_memory import ALIGNED_BYTES, FileMemory
 from blockyard.services.gpu_worker.lora.module_tensors import ADDED, listed
 from blockyard.shared.errors import AdapterError
 from blockyard.shared.lora.adapter_config import AdapterConfig
@@ -45,7 +45,7 @@ def read_folder(folder: Path, threads: int) -> AdapterFiles:
     content, parsed = read_config(folder)
     path, memory = weights_file(folder), FileMemory()
     if path.suffix == SAFETENSORS_SUFFIX:
-        parts = [content, memory.copy_file(path, threads)]
+        parts = [content, memory.copy_safetensors(path, threads)]
         tensors = _map_tensors(path, memory)
     else:
         parts = [content, read_whole(path)]
@@ -67,7 +67,7 @@ def _map_tensors(path: Path, memory: FileMemory) -> dict[str, Tensor]:
             for name, entry in read_header(copied).items():
                 dtype, count = MAPPED.get(entry.dtype), torch.Size(entry.shape).numel()
                 first = start + entry.data_offsets[0]
-                if dtype is None or not count or first % dtype.itemsize:
+                if dtype is None or not count or first % ALIGNED_BYTES:
                     found[name] = checked.get_tensor(name).clone()
                     continue
                 found[name] = torch.frombuffer(mapped, dtype=dtype, count=count, offset=first).view(entry.shape)

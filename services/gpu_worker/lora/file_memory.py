@@ -3,6 +3,7 @@
 A file is copied, and its bytes are hashed, in pieces by several threads, because a request waits for its adapter.
 """
 
+import functools
 import mmap
 import os
 import weakref
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from blockyard.shared.errors import AdapterError
+from blockyard.shared.lora.adapter_folder import LENGTH_BYTES, MAX_HEADER_BYTES
 
 PIECE_BYTES = 1 << 20  # stays in a core's cache between its copy and its hash
 ALIGNED_BYTES = 64
@@ -31,28 +33,39 @@ class FileMemory:
         self._mapped: mmap.mmap | None = None
         self._first = 0  # address
 
-    def copy_file(self, path: Path, threads: int) -> bytes:
+    def copy_safetensors(self, path: Path, threads: int) -> bytes:
         """Copies a file once: what is checked is what is used, also if the file changes meanwhile. Returns a digest of
-        its bytes. Raises AdapterError."""
+        its bytes. Raises AdapterError.
+
+        The copy's header ends with more spaces, so that its tensors are aligned as those that torch makes: sums of
+        products depend on that.
+        """
         try:
             with path.open("rb", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
-                os.ftruncate(self.descriptor, size)
+                head = LENGTH_BYTES + int.from_bytes(os.pread(file.fileno(), LENGTH_BYTES, 0), "little")
+                if head > min(size, LENGTH_BYTES + MAX_HEADER_BYTES):
+                    raise AdapterError(f"{path} is not a safetensors file: its header would end at byte {head}")
+                more = -head % ALIGNED_BYTES
+                starts = [0, *range(head, size, PIECE_BYTES)]
                 with ThreadPoolExecutor(max(threads, 1)) as pool:
-                    starts = range(0, size, PIECE_BYTES)
-                    found = list(pool.map(lambda start: self._copy_piece(file, start, size), starts))
+                    copy = functools.partial(self._copy_piece, file, more)
+                    found = list(pool.map(copy, starts, [*starts[1:], size]))
         except OSError as e:
             raise AdapterError(f"{path} cannot be read: {e.strerror or e}") from e
         done = sum(length for length, _ in found)
         if done != size:
             raise AdapterError(f"{path} had {size} bytes and {done} could be read: it changes")
-        self.size_bytes = size
+        os.pwrite(self.descriptor, (head - LENGTH_BYTES + more).to_bytes(LENGTH_BYTES, "little"), 0)
+        os.pwrite(self.descriptor, b" " * more, head)
+        self.size_bytes = size + more
         return sha256(b"".join(digest for _, digest in found)).digest()
 
-    def _copy_piece(self, file: BinaryIO, start: int, size: int) -> tuple[int, bytes]:
-        piece = memoryview(bytearray(min(PIECE_BYTES, size - start)))
+    def _copy_piece(self, file: BinaryIO, more: int, start: int, end: int) -> tuple[int, bytes]:
+        """All but the first, which is the header, are copied `more` bytes further behind."""
+        piece = memoryview(bytearray(end - start))
         length = os.preadv(file.fileno(), [piece], start)
-        if os.pwrite(self.descriptor, piece[:length], start) != length:
+        if os.pwrite(self.descriptor, piece[:length], start + more if start else 0) != length:
             raise OSError("the memory is full")
         return length, sha256(piece[:length]).digest()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load, save_file
 
 from blockyard.services.gpu_worker.lora import file_memory
 from blockyard.services.gpu_worker.lora.file_memory import FileMemory
@@ -19,39 +19,48 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_memory, "PIECE_BYTES", 100)
 
 
-def test_a_copied_file_has_the_same_digest_with_any_number_of_threads(tmp_path: Path) -> None:
-    content = os.urandom(1234)
-    (tmp_path / "file").write_bytes(content)
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    save_file({"a": torch.arange(130.0), "b": torch.arange(7.0)}, tmp_path / "file")
+    return tmp_path / "file"
+
+
+def test_a_copy_has_aligned_tensors_and_the_same_digest_with_any_number_of_threads(file: Path, tmp_path: Path) -> None:
     digests = set()
     for threads in (1, 3):
         memory = FileMemory()
-        digests.add(memory.copy_file(tmp_path / "file", threads))
-        assert memory.map()[:] == content
-    (tmp_path / "file").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    digests.add(FileMemory().copy_file(tmp_path / "file", 3))
+        digests.add(memory.copy_safetensors(file, threads))
+        content = memory.map()[:]
+        assert (8 + int.from_bytes(content[:8], "little")) % 64 == 0
+        found = load(content)
+        assert torch.equal(found["a"], torch.arange(130.0)) and torch.equal(found["b"], torch.arange(7.0))
+    before = file.read_bytes()
+    file.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    digests.add(FileMemory().copy_safetensors(file, 3))
     assert len(digests) == 2
+    (tmp_path / "short").write_bytes(b"12345678")
+    with pytest.raises(AdapterError, match="short is not a safetensors file: its header would end at byte "):
+        FileMemory().copy_safetensors(tmp_path / "short", 1)
 
 
-def test_a_file_that_shrinks_while_it_is_copied_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, read = tmp_path / "file", os.preadv
-    file.write_bytes(bytes(1000))
+def test_a_file_that_shrinks_while_it_is_copied_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, size = os.preadv, file.stat().st_size
 
     def shrink_and_read(*arguments: object) -> int:
-        os.truncate(file, 350)
+        os.truncate(file, size - 120)
         return read(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "preadv", shrink_and_read)
-    with pytest.raises(AdapterError, match=r"file had 1000 bytes and 350 could be read: it changes"):
-        FileMemory().copy_file(file, 1)
+    with pytest.raises(AdapterError, match=rf"file had {size} bytes and {size - 120} could be read: it changes"):
+        FileMemory().copy_safetensors(file, 1)
     with pytest.raises(AdapterError, match="nowhere cannot be read: No such file"):
-        FileMemory().copy_file(tmp_path / "nowhere", 1)
+        FileMemory().copy_safetensors(file.parent / "nowhere", 1)
 
 
-def test_memory_is_given_back(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"12345")
+def test_memory_is_given_back(file: Path) -> None:
     before = os.listdir("/proc/self/fd")
     memory = FileMemory()
-    memory.copy_file(tmp_path / "file", 1)
+    memory.copy_safetensors(file, 1)
     memory.map()
     del memory
     assert os.listdir("/proc/self/fd") == before
@@ -71,9 +80,7 @@ def test_matrices_in_the_type_of_products_are_used_where_they_were_read(
     [module], [places] = read.modules, store_modules(read.modules, read.memory)
     assert module.a is not None and torch.equal(module.a, a.to(dtype))
     assert module.b is not None and torch.equal(module.b, (b.float() * 2.5).to(dtype))
-    assert (read.memory.size_bytes > size) == is_copied and size == os.path.getsize(
-        tmp_path / "adapter_model.safetensors"
-    )
+    assert (read.memory.size_bytes > size) == is_copied
     content = os.pread(read.memory.descriptor, read.memory.size_bytes, 0)
     for field, tensor in module.tensors():
         [place] = [one for one in places.tensors if one.field == field]
