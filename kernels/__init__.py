@@ -2,7 +2,7 @@
 
 - `attention/`: attention over the paged KV cache: decode, prefill, Hopper, batch-invariant, and the CPU path.
 - `kv_cache/`: the cache's layout, dtypes and metadata; rotary embedding with the KV write; copies of whole blocks.
-- `layers/`: linear layers, RMSNorm, the gated activation, rotary embedding.
+- `layers/`: linear layers, RMSNorm, LayerNorm, the gated activation, rotary embedding.
 - `quantized/`: linear layers with quantized weights; what unpacks codes, for experts too.
 - `moe/`: routing and grouped products of mixtures of experts.
 - `sampling/`: penalties, sampling with Gumbel noise from Philox, log-probabilities.

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -26,8 +27,8 @@ class PoolingPipeline:
     def __init__(self, client: RingClient, open_requests: OpenRequests, config: GatewayConfig) -> None:
         """`open_requests` counts them with requests for generation."""
         self._client, self._open_requests, self._config = client, open_requests, config
-        self._running: dict[asyncio.Task[PooledAnswer], str] = {}  # to the id of its answer
-        self._errors: dict[asyncio.Task[PooledAnswer], RequestError] = {}  # of ended requests
+        self._running: dict[asyncio.Task[Any], str] = {}  # to the id of its answer
+        self._errors: dict[asyncio.Task[Any], RequestError] = {}  # of ended requests
 
     async def answer(self, api: PoolingApi, request: PoolingRequest, tenant: str) -> bytes:
         """Returns the body of the answer. Cancelling it drops the request in the ring. Raises RequestError."""
@@ -55,20 +56,22 @@ class PoolingPipeline:
         """Fails every open request, before the process ends."""
         self._end(list(self._running), error)
 
-    def _end(self, tasks: list["asyncio.Task[PooledAnswer]"], error: RequestError) -> int:
+    def _end(self, tasks: list["asyncio.Task[Any]"], error: RequestError) -> int:
         for task in tasks:
             self._errors[task] = error
             task.cancel()
         return len(tasks)
 
     async def _run(self, request: PoolingRequest, tenant: str) -> PooledAnswer:
-        """Runs in a task of its own, which `abort` and `abandon` end."""
-        task = asyncio.create_task(self._pool(request, tenant))
+        """Runs in the caller's task, which `abort` and `abandon` cancel."""
+        task = asyncio.current_task()
+        assert task is not None
         self._running[task] = request.options.answer_id
         try:
-            return await task
+            return await self._pool(request, tenant)
         except asyncio.CancelledError:
             if (error := self._errors.get(task)) is not None:
+                task.uncancel()
                 raise error from None
             raise
         finally:

@@ -280,7 +280,7 @@ def worker(of_role: WorkersOfRole, model: Checkpoint, process: ProcessConfig) ->
             **worker_fields.kv_fields(values, said_quantization(values, model)),
             "config_overrides": msgspec.json.encode(overrides).decode(),
             **pooling,
-            **worker_fields.expert_fields(values, has_lora=lora is not None),
+            **worker_fields.expert_fields(values),
             **worker_fields.node_fields(values, process.bus),
             **worker_fields.stage_fields(values, model.config),
         },

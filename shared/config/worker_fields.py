@@ -210,15 +210,10 @@ def check_ranks(values: Values, config: Mapping[str, Any]) -> None:
     heads = next((config[name] for name in QUERY_HEADS if isinstance(config.get(name), int)), size)
     if size > heads:
         raise ConfigError(f"{where} is more than the {heads} query heads of a layer")
-    if values.get("calculate-kv-scales", bool):
-        raise ConfigError(
-            f"{values.where('calculate-kv-scales')}: each rank would measure its own heads; give "
-            "--quantization-param-path"
-        )
 
 
-def expert_fields(values: Values, *, has_lora: bool) -> dict[str, Any]:
-    """Returns WorkerConfig's field for moves of experts. has_lora: it serves adapters. Raises ConfigError."""
+def expert_fields(values: Values) -> dict[str, Any]:
+    """Returns WorkerConfig's field for moves of experts. Raises ConfigError."""
     where, keys = values.where(EPLB), _balance_keys(values)
     if not values[EPLB]:
         if values.maybe(EPLB_CONFIG, dict):
@@ -230,8 +225,6 @@ def expert_fields(values: Values, *, has_lora: bool) -> dict[str, Any]:
         raise ConfigError(f"{where}: not built yet with --data-parallel-size above 1")
     if values["batch-invariant"]:
         raise ConfigError(f"{where}: not with --batch-invariant: a sum's rounding depends on which rank has an expert")
-    if has_lora:
-        raise ConfigError(f"{where}: not built yet with --enable-lora: what an adapter adds to experts does not move")
     return {
         "expert_balance": {
             "interval_steps": keys.step_interval,

@@ -95,6 +95,10 @@ class Pool(Frame, frozen=True):
     user: str = ""  # divides the tenant's share
     batch_line: bool = False  # as in Generate
     cache_salt: str = ""
+    # A call may be sent in parts, each with an id of its own. The first part stands for all before the queue's bounds.
+    later_prompts: int = 0  # of the parts that follow
+    later_tokens: int = 0  # of these, about
+    is_later: bool = False  # a part that follows
 
 
 class VectorFailure(FrameStruct, frozen=True):

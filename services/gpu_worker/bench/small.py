@@ -1,4 +1,5 @@
-"""Times the small kernels between linear layers, of Llama-3.1-8B's sizes: norms, gate, rotation with KV write."""
+"""Times the small kernels between linear layers, of Llama-3.1-8B's sizes: norms, gate, rotation with KV write; and the
+norm of bge-base."""
 
 from functools import partial
 
@@ -7,6 +8,7 @@ import torch
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv
 from blockyard.kernels.layers.act_mul import act_mul
+from blockyard.kernels.layers.add_layer_norm import add_layer_norm
 from blockyard.kernels.layers.add_rms_norm import add_rms_norm
 from blockyard.kernels.layers.norm_add_norm import norm_add_norm
 from blockyard.kernels.layers.rotate_halves import rotate_halves
@@ -15,6 +17,7 @@ from blockyard.services.gpu_worker.bench.timing import DEVICE, copies, graph_sec
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 4096, 14336, 32, 8, 128
 BLOCK_SIZE = 16
+ENCODER_HIDDEN, ENCODER_ROWS = 768, (16, 512, 8192)
 DTYPE = torch.bfloat16
 ROWS = (1, 64, 256, 2048)
 
@@ -22,7 +25,10 @@ ROWS = (1, 64, 256, 2048)
 def measure() -> list[Row]:
     with torch.inference_mode(), torch.device(DEVICE):
         measured = (_norm, _norms_behind, _gate, partial(_rope, normed=False), partial(_rope, normed=True), _halves)
-        return [measure_rows(rows) for rows in ROWS for measure_rows in measured]
+        return [
+            *(measure_rows(rows) for rows in ROWS for measure_rows in measured),
+            *(_layer_norm(rows) for rows in ENCODER_ROWS),
+        ]
 
 
 def _norm(rows: int) -> Row:
@@ -31,6 +37,15 @@ def _norm(rows: int) -> Row:
     pairs = [torch.randn(2, rows, HIDDEN).to(DTYPE) for _ in range(copies(num_bytes))]
     seconds = graph_seconds([partial(add_rms_norm, residual, delta, weight, 1e-5) for residual, delta in pairs])
     return row("residual add + RMSNorm", f"{rows} x {HIDDEN}", seconds, num_bytes)
+
+
+def _layer_norm(rows: int) -> Row:
+    """Times the norm of a sum that is not kept."""
+    weight, bias = torch.randn(2, ENCODER_HIDDEN).to(DTYPE)
+    num_bytes = 3 * rows * ENCODER_HIDDEN * 2  # residual and delta in, result out
+    pairs = [torch.randn(2, rows, ENCODER_HIDDEN).to(DTYPE) for _ in range(copies(num_bytes))]
+    calls = [partial(add_layer_norm, x, delta, weight, bias, 1e-12, keeps_sum=False) for x, delta in pairs]
+    return row("residual add + LayerNorm", f"{rows} x {ENCODER_HIDDEN}", graph_seconds(calls), num_bytes)
 
 
 def _norms_behind(rows: int) -> Row:

@@ -31,8 +31,9 @@ class FusedOps(Protocol):
         delta is [rows, hidden], or of experts [rows, top_k, hidden], of which the sum is added.
         """
 
-    def whole(self, delta: Tensor) -> Tensor:
-        """Returns the output of a sublayer for layers that add it themselves. May write to delta."""
+    def norm_of_sum(self, residual: Tensor, delta: Tensor, norm: Norm) -> Tensor:
+        """Returns the norm of residual + delta, both [rows, hidden], where the sum itself has no other use. May write
+        to delta."""
 
     def sum_norm(self, residual: Tensor, delta: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """Computes residual + delta, both [rows, hidden], in a new tensor, and its norm."""
@@ -94,8 +95,8 @@ class TorchOps:
             residual.add_(delta if delta.dim() == 2 else delta.sum(1))
         return norm(residual)
 
-    def whole(self, delta: Tensor) -> Tensor:
-        return delta
+    def norm_of_sum(self, residual: Tensor, delta: Tensor, norm: Norm) -> Tensor:
+        return norm(delta.add_(residual))
 
     def sum_norm(self, residual: Tensor, delta: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         total = residual + delta
@@ -184,8 +185,8 @@ class SummedOps:
         normed = self._sum_and_norm(residual, part, norm)
         return self._ops.add_norm(residual, self._sum(part), norm) if normed is None else normed
 
-    def whole(self, delta: Tensor) -> Tensor:
-        return self._ranks.sum(delta)
+    def norm_of_sum(self, residual: Tensor, delta: Tensor, norm: Norm) -> Tensor:
+        return self._ops.norm_of_sum(residual, self._ranks.sum(delta), norm)
 
     def sum_norm(self, residual: Tensor, delta: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         total = torch.empty_like(residual)

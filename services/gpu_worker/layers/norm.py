@@ -13,7 +13,7 @@ from blockyard.services.gpu_worker.loading.weights import WeightTable
 
 
 class Norm(Protocol):
-    """A norm over the last dimension. Fused kernels exist for `RMSNorm`; the others run alone."""
+    """A norm over the last dimension. There are fused kernels for `RMSNorm`, and for `LayerNorm` behind an addition."""
 
     def prepare(self) -> None:
         """Precomputes constants. Called once, after the weights are loaded."""
@@ -39,20 +39,23 @@ def _plus_one(stored: Tensor) -> Tensor:
 
 
 class LayerNorm:
-    """Computes (x - mean) / std, and if `affine` multiplies by a weight and, if `bias`, adds a bias."""
+    """Computes (x - mean) / std, and if `affine` multiplies by a weight and, if `bias`, adds a bias.
+
+    The kernel behind `TritonOps` reads its weight, bias and eps.
+    """
 
     def __init__(
         self, table: WeightTable, name: str, size: int, affine: bool = True, *, eps: float = 1e-5, bias: bool = True
     ) -> None:
-        self._size, self._eps = (size,), eps
-        self._weight = table.vector(f"{name}.weight", size) if affine else None
-        self._bias = table.vector(f"{name}.bias", size) if affine and bias else None
+        self._size, self.eps = (size,), eps
+        self.weight = table.vector(f"{name}.weight", size) if affine else None
+        self.bias = table.vector(f"{name}.bias", size) if affine and bias else None
 
     def prepare(self) -> None:
         pass
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self._size, self._weight, self._bias, self._eps)
+        return F.layer_norm(x, self._size, self.weight, self.bias, self.eps)
 
 
 class NoNorm:

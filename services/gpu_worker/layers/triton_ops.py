@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.layers.act_mul import act_mul, act_mul_rounded
+from blockyard.kernels.layers.add_layer_norm import add_layer_norm
 from blockyard.kernels.layers.add_rms_norm import add_rms_norm, add_rms_norm_rounded
 from blockyard.kernels.layers.norm_add_norm import MOST_NORMS, norm_add_norm
 from blockyard.kernels.layers.norm_heads import norm_heads
@@ -17,7 +18,7 @@ from blockyard.services.gpu_worker.layers.linear import Linear, Product
 from blockyard.services.gpu_worker.layers.moe.exact_product import ExactProduct
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts, ExpertWeights
 from blockyard.services.gpu_worker.layers.moe.grouped_experts import GroupedExperts
-from blockyard.services.gpu_worker.layers.norm import Norm
+from blockyard.services.gpu_worker.layers.norm import LayerNorm, Norm
 from blockyard.services.gpu_worker.quantization.dense import Float32Linear
 from blockyard.services.gpu_worker.quantization.method import Fusion
 
@@ -28,12 +29,17 @@ class TritonOps:
     def add_norm(self, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
         if isinstance(norm, RMSNorm):
             return add_rms_norm(residual, delta, norm.weight, norm.eps)
-        if delta is not None:
-            residual.add_(delta if delta.dim() == 2 else delta.sum(1))
-        return norm(residual)
+        if delta is None:
+            return norm(residual)
+        delta = delta if delta.dim() == 2 else delta.sum(1)
+        if isinstance(norm, LayerNorm):
+            return add_layer_norm(residual, delta, norm.weight, norm.bias, norm.eps)
+        return norm(residual.add_(delta))
 
-    def whole(self, delta: Tensor) -> Tensor:
-        return delta
+    def norm_of_sum(self, residual: Tensor, delta: Tensor, norm: Norm) -> Tensor:
+        if isinstance(norm, LayerNorm):
+            return add_layer_norm(residual, delta, norm.weight, norm.bias, norm.eps, keeps_sum=False)
+        return self.add_norm(delta, residual, norm)
 
     def sum_norm(self, residual: Tensor, delta: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         total = torch.empty_like(residual)

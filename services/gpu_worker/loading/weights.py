@@ -127,6 +127,12 @@ class WeightTable:
         self._notes: dict[str, dict[str, None]] = {}  # note -> names, in order
 
     @property
+    def adapts_experts(self) -> bool:
+        """Whether adapters may change experts. Not where rows of other workers reach them, which come without their
+        adapter, and not where they move, which their parts of adapters do not."""
+        return self.exchange is None and not self.moves_experts
+
+    @property
     def has_memory(self) -> bool:
         """False: the model is only declared, on the meta device."""
         return self.device != NO_MEMORY
@@ -341,6 +347,14 @@ class WeightTable:
         own = [f"{name}: the checkpoint's own, although tie_word_embeddings is true" for name in self._untied]
         notes = [f"{what}: {_shortened([*names])}" for what, names in self._notes.items()]
         return [*([f"not used: {', '.join(found)}"] if found else []), *own, *notes]
+
+    def names_besides_groups(self) -> set[str]:
+        """Names, without their last parts, of weights that are placed one by one, not by `place_group`, and of what the
+        checkpoint has and this worker does not use."""
+        names = (self.places.keys() - self._groups.keys()).union(*self._unused.values())
+        if self.whole is not None:
+            names |= self.whole.places.keys()
+        return {name.rpartition(".")[0] for name in names}
 
     def wants(self, name: str) -> bool:
         """Whether the model needs this name. Raises LoadError for an unknown one."""

@@ -40,12 +40,15 @@ class PoolHandler:
             return None
         owner = (frame.tenant, frame.user)
         amount = QueueAmount(num_ids(frame.indexes), num_ids(frame.token_ids), 1)
-        if frame.attempt == 0 and not make_room(gateway, frame, owner, amount):
+        whole = amount.plus(QueueAmount(frame.later_prompts, frame.later_tokens))
+        if frame.attempt == 0 and not frame.is_later and not make_room(gateway, frame, owner, whole):
             return None
         if pool is None:
             card = self._model_limits.card
             of_prefix = finds_prefix(frame, card.pooling if card is not None else None)
-            pool = PooledRequest(frame.request_id, frame.attempt, gateway, arrival, now, owner, of_prefix)
+            pool = PooledRequest(
+                frame.request_id, frame.attempt, gateway, arrival, now, owner, of_prefix, is_later=frame.is_later
+            )
             self.num_prompts += amount.sequences
         else:
             pool.rebind(frame.attempt, gateway)

@@ -223,7 +223,7 @@ class RequestHandler:
         pool = self.pools.take(gateway, frame, now, self._arrivals, self._answer, self._make_room)
         if pool is None:
             return
-        if frame.attempt:
+        if frame.attempt or frame.is_later:
             self._acceptance.accept_pool(pool)
         else:
             self._acceptance.on_arrival(self.pools.first_request(pool), now)

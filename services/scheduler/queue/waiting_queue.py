@@ -205,7 +205,7 @@ class WaitingQueue:
         request, name = sequence.request, _id_of(sequence.request)
         self._requests[name] += 1
         amount = sequence.queue_amount = sequence.amount
-        if request.pool is not None and self._requests[name] == 1:
+        if _is_entry(request) and self._requests[name] == 1:
             amount = amount.plus(ONE_ENTRY)
         self._usage_of(request).add(request.owner, amount)
         if not request.is_batch_line:
@@ -221,7 +221,7 @@ class WaitingQueue:
         if not self._requests[name]:
             del self._requests[name]
             self.usage.remove_unaccepted(request)
-            if request.pool is not None:
+            if _is_entry(request):
                 amount = amount.plus(ONE_ENTRY)
         self._usage_of(request).add(request.owner, NO_AMOUNT.less(amount))
 
@@ -242,6 +242,11 @@ class WaitingQueue:
 def _id_of(request: Request) -> str:
     """The id of a request, or of the Pool that it is a prompt of: these wait and are refused together."""
     return request.id if request.pool is None else request.pool.id
+
+
+def _is_entry(request: Request) -> bool:
+    """Whether its prompt is of a Pool that is an entry: the parts of a call are one."""
+    return request.pool is not None and not request.pool.is_later
 
 
 def _waiting_amount(request: Request) -> QueueAmount:

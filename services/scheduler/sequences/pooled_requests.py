@@ -31,6 +31,7 @@ class PooledRequest:
     finds_prefix: bool  # leading tokens that are cached need not be computed
     accepted: bool = False
     requests: dict[int, Request] = field(default_factory=dict)  # by index: the prompts without a result; or PACKED
+    is_later: bool = False  # as in Pool
 
     def rebind(self, attempt: int, gateway: int) -> None:
         """The gateway has sent it again. It is to be accepted again."""

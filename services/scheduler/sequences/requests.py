@@ -63,6 +63,7 @@ class PoolMembership(Protocol):
 
     id: str
     finds_prefix: bool
+    is_later: bool
     requests: "dict[int, Request]"  # by index: the ones without a result
 
     def on_ended(self, index: int) -> None: ...

@@ -1,10 +1,15 @@
-"""Tokenizes the inputs of a call: many texts in one job, as many as a job's limits are for."""
+"""Tokenizes the inputs of a call: many texts in one job, as many as a job's limits are for.
+
+While nothing else waits, a call of many texts to an encoder is divided into parts: so a worker computes the first texts
+while tokenizers read the others. A decoder's step of few texts may take as long as one of many.
+"""
 
 import asyncio
 import contextlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -17,12 +22,15 @@ from blockyard.shared.token_ids import ID_BYTES, first_outside, num_ids, pack
 
 TRY_AGAIN = (429, 503)  # statuses that say nothing about the texts
 SIDES = ("left", "right")
+MANY_BYTES = 32 << 10  # of a call that is worth dividing
+FIRST_BYTES = 8 << 10  # of its first part, about 2,000 tokens; each next one is twice as large
 
 
 @dataclass(slots=True)
 class TokenizedInputs:
-    """The ids of all inputs, in order."""
+    """The ids of some inputs of a call."""
 
+    places: Sequence[int]  # in the call
     prompts: list[bytes]
     second_starts: "array[int] | None" = None  # None: no token has a type
     skip: int = 0  # leading tokens that are not pooled
@@ -40,11 +48,16 @@ class TextJobs:
     def __init__(self, tokenizers: TokenizerClient) -> None:
         self._tokenizers = tokenizers
 
-    async def tokenize(self, call: PoolingCall, card: ModelCard) -> TokenizedInputs:
-        """Raises RequestError, with the name of the input that is wrong."""
+    async def tokenize(
+        self, call: PoolingCall, card: ModelCard, take: Callable[[TokenizedInputs], None], may_divide: bool
+    ) -> None:
+        """Gives the ids of all inputs to `take`, at once or in parts: each as soon as it is known.
+
+        may_divide: as the module says. Raises RequestError, with the name of the input that is wrong, and what `take`
+        raises.
+        """
         pooling = pooling_card(card)
         most, truncates = _limits(call, pooling)
-        found = TokenizedInputs([b""] * len(call.inputs))
         plain: list[int] = []
         pairs: list[int] = []
         given: dict[int, bytes | list[int]] = {}  # as token ids, by place
@@ -55,8 +68,7 @@ class TextJobs:
                 pairs.append(i)
             else:
                 given[i] = one
-        for place, ids in zip(given, _given_ids(call, given, card, most, truncates), strict=True):
-            found.prompts[place] = ids
+        ids = _given_ids(call, given, card, most, truncates)
         _check_texts(call, pooling)
         template = TokenizeTexts(
             "", card.names[0], [], [], most, truncates, call.truncation_side == "left",
@@ -65,30 +77,47 @@ class TextJobs:
         )  # fmt: skip
         prompt = _prompt(call, pooling)
         of_texts = msgspec.structs.replace(template, prompt=prompt, counts_prompt=not pooling.include_prompt)
-        if pairs and pooling.has_types:
-            found.second_starts = array("I", [0]) * len(call.inputs)
-        jobs = [*self._jobs(call, of_texts, plain, pooling), *self._jobs(call, template, pairs, pooling)]
-        await _together([self._run(call, found, places, job) for places, job in jobs])
-        return found
+        divides = may_divide and not pooling.has_kv and _num_chars(call) > MANY_BYTES
+        first_bytes = FIRST_BYTES if divides else QUICK_BYTES
+        jobs = [
+            *self._jobs(call, of_texts, plain, pooling, first_bytes),
+            *self._jobs(call, template, pairs, pooling, first_bytes),
+        ]
+        parts: list[TokenizedInputs] = []
+        each = take if divides else parts.append
+        if given:
+            each(TokenizedInputs(list(given), ids))
+        await _together([self._run(call, places, job, pooling.has_types, each) for places, job in jobs])
+        if not divides:
+            take(_joined(parts, len(call.inputs)))
 
     def _jobs(
-        self, call: PoolingCall, template: TokenizeTexts, places: Sequence[int], pooling: PoolingCard
+        self, call: PoolingCall, template: TokenizeTexts, places: Sequence[int], pooling: PoolingCard, most: int
     ) -> Iterator[tuple[list[int], TokenizeTexts]]:
-        """Yields frames of texts, each small enough to be quick, and the places of their texts in the call."""
+        """Yields frames of texts, each small enough to be quick, and the places of their texts in the call.
+
+        most: bytes of the first one.
+        """
         part: list[int] = []
         size = 0
         for place in places:
-            one = call.inputs[place]
-            length = len(one) if isinstance(one, str) else sum(map(len, _texts(one)))
-            if part and size + length > QUICK_BYTES:
+            length = sum(map(len, _texts(call.inputs[place])))
+            if part and size + length > most:
                 yield part, _job(call, template, part, pooling)
-                part, size = [], 0
+                part, size, most = [], 0, min(2 * most, QUICK_BYTES)
             part.append(place)
             size += length
         if part:
             yield part, _job(call, template, part, pooling)
 
-    async def _run(self, call: PoolingCall, found: TokenizedInputs, places: list[int], job: TokenizeTexts) -> None:
+    async def _run(
+        self,
+        call: PoolingCall,
+        places: list[int],
+        job: TokenizeTexts,
+        has_types: bool,
+        take: Callable[[TokenizedInputs], None],
+    ) -> None:
         """Runs one job. If it breaks the limits of a job, each half runs alone: so the text to blame is found."""
         try:
             answer = await self._tokenizers.submit(job)
@@ -99,15 +128,18 @@ class TextJobs:
                 ) from e
             half = len(places) // 2
             halves = [(places[:half], slice(half)), (places[half:], slice(half, None))]
-            await _together([self._run(call, found, part, _part(job, which)) for part, which in halves])
+            await _together([self._run(call, part, _part(job, which), has_types, take) for part, which in halves])
             return
         assert isinstance(answer, TextsTokenized)
-        _collect(call, found, places, answer)
+        take(_tokenized(call, places, answer, has_types))
 
 
-async def _together(runs: "list[object]") -> None:
+async def _together(runs: list[Coroutine[Any, Any, None]]) -> None:
     """Awaits all; after the first error the others are cancelled, which drops their jobs."""
-    tasks = [asyncio.ensure_future(run) for run in runs]  # type: ignore[call-overload]
+    if len(runs) == 1:
+        await runs[0]  # no task of its own, which would begin and end in later iterations of the loop
+        return
+    tasks = [asyncio.ensure_future(run) for run in runs]
     try:
         await asyncio.gather(*tasks)
     finally:
@@ -115,28 +147,41 @@ async def _together(runs: "list[object]") -> None:
             task.cancel()
 
 
-def _collect(call: PoolingCall, found: TokenizedInputs, places: list[int], answer: TextsTokenized) -> None:
+def _tokenized(call: PoolingCall, places: list[int], answer: TextsTokenized, has_types: bool) -> TokenizedInputs:
     if answer.errors:
         error = answer.errors[0]
         raise _text_error(error, field_of(call, places[error.index], error.is_second))
-    end = 0
+    end, prompts = 0, []
     for place, length in zip(places, array("I", answer.lengths), strict=True):
         first, end = end, end + ID_BYTES * length
         if not length:
             raise RequestError("the text has no tokens", field_of(call, place))
-        found.prompts[place] = answer.token_ids[first:end]
-    if found.second_starts is not None and answer.second_starts:
-        for place, start in zip(places, array("I", answer.second_starts), strict=True):
-            found.second_starts[place] = start
-    elif found.second_starts is not None:
-        for place in places:
-            found.second_starts[place] = num_ids(found.prompts[place])
-    found.skip = max(found.skip, answer.skip)
+        prompts.append(answer.token_ids[first:end])
+    seconds = array("I", answer.second_starts) if has_types and answer.second_starts else None
+    return TokenizedInputs(places, prompts, seconds, answer.skip)
+
+
+def _joined(parts: list[TokenizedInputs], num_inputs: int) -> TokenizedInputs:
+    """All inputs of a call, in order."""
+    if len(parts) == 1:
+        return parts[0]
+    prompts = [b""] * num_inputs
+    seconds = array("I", [0]) * num_inputs if any(part.second_starts is not None for part in parts) else None
+    for part in parts:
+        for i, (place, ids) in enumerate(zip(part.places, part.prompts, strict=True)):
+            prompts[place] = ids
+            if seconds is not None:
+                seconds[place] = num_ids(ids) if part.second_starts is None else part.second_starts[i]
+    return TokenizedInputs(range(num_inputs), prompts, seconds, max(part.skip for part in parts))
 
 
 def _text_error(error: TextError, name: str) -> RequestError:
     too_long = TooLong(error.num_tokens, error.max_tokens) if error.max_tokens else None
     return RequestError(error.message, name, code=error.code or None, too_long=too_long)
+
+
+def _num_chars(call: PoolingCall) -> int:
+    return sum(len(text) for one in call.inputs for text in _texts(one))
 
 
 def _texts(one: PoolingInput) -> tuple[str, ...]:

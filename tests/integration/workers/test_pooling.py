@@ -15,6 +15,7 @@ from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Control, ControlVerb, PoolingParams, PoolingTask
 from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.pooling.calls import PooledAnswer, TextPair
+from blockyard.shared.ring_client.pooling.text_jobs import MANY_BYTES
 
 RNG = np.random.default_rng(7)
 VOCAB = len(SPECIAL) + len(WORDS)
@@ -92,6 +93,17 @@ def test_what_is_refused(
     with pytest.raises(RequestError) as caught:
         ring.pool(inputs, **fields)
     assert (caught.value.field, caught.value.status) == (field, 400), caught.value
+
+
+def test_a_call_that_is_sent_in_parts(cross_encoder: tuple[PoolingRing, CrossEncoder]) -> None:
+    """Each result is at the place of its text, and an error names the text of a later part."""
+    ring, _ = cross_encoder
+    order = RNG.integers(0, len(TEXTS), 2 * MANY_BYTES // (sum(map(len, TEXTS)) // len(TEXTS)))
+    many = [TEXTS[i] for i in order]
+    np.testing.assert_allclose(ring.vectors(many), ring.vectors(TEXTS)[order], atol=1e-6)
+    with pytest.raises(RequestError) as caught:
+        ring.pool([*many, "aa " * 80])
+    assert caught.value.field == f"input[{len(many)}]"
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -163,6 +163,29 @@ def test_the_bounds_of_the_queue_count_calls_and_tokens() -> None:
         world.check_idle()
 
 
+def test_a_call_in_parts_is_taken_or_refused_as_a_whole() -> None:
+    world = World(Shape(pooling="encoder", max_queue_len=1, max_queue_tokens=2**22))
+    gateway = world.add_gateway()
+    first = world.pool(gateway, "call", [[1, 2]], later_prompts=2, later_tokens=4)
+    parts = [world.pool(gateway, f"call-part{i}", [[3]], is_later=True) for i in (1, 2)]
+    world.settle()
+    assert [call.num_accepted for call in (first, *parts)] == [0, 1, 1], "they are in the ring already"
+    assert world.core.waiting.usage.amount == (3, 4, 1)
+    other = world.pool(gateway, "other", [[1]]).refused
+    assert other is not None and other.status == 429
+    world.add_worker()
+    world.settle()
+    world.check_outputs()
+    world.check_idle()
+    for shape in (Shape(pooling="encoder", max_queue_tokens=10), Shape(pooling="", max_queue_tokens=10)):
+        world = World(shape)
+        gateway = world.add_gateway()
+        world.pool(gateway, "before", [[1, 2, 3]])
+        fits = world.pool(gateway, "fits", [[1]], later_prompts=3, later_tokens=3)
+        too_much = world.pool(gateway, "too much", [[1]], later_prompts=6, later_tokens=6)
+        assert fits.refused is None and too_much.refused is not None
+
+
 def test_calls_of_many_texts_wait_side_by_side() -> None:
     world = World(Shape(pooling="encoder", max_queue_len=4, max_queue_tokens=2**22, max_num_batched_tokens=4096))
     gateway = world.add_gateway()

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -312,6 +313,48 @@ def test_the_async_iterator_is_woken_by_frames_and_by_sends(tmp_path: Path) -> N
             waits = sorted(asyncio.run(both(a, b)))
     assert len(waits) == 200
     assert waits[100] < 0.1  # a wake-up that is missed waits for the next heartbeat, 0.5 s
+
+
+def test_a_send_does_not_hide_a_frame_that_arrived_before_it(tmp_path: Path) -> None:
+    """It takes the edge of the arrival from the descriptor that the loop watches."""
+    bus = BusConfig(registry=f"ipc://{tmp_path}/bus", bind=f"ipc://{tmp_path}")
+    ended = threading.Event()
+
+    def answer(links: Links) -> None:
+        while not ended.is_set():
+            for peer, event in links.poll(0.05):
+                if isinstance(event, Cancel):
+                    links.answer(peer, event)
+
+    async def ask(links: Links) -> list[float]:
+        waits: list[float] = []
+        sent_s = 0.0
+        async for peer, event in links:
+            if isinstance(event, Cancel):
+                waits.append(time.perf_counter() - sent_s)
+            if isinstance(event, Joined | Cancel):
+                asyncio.get_running_loop().call_soon(send_both, links, peer)
+                sent_s = time.perf_counter()
+            if len(waits) == 20:
+                break
+        return waits
+
+    def send_both(links: Links, peer: int) -> None:
+        links.send(peer, Cancel("answered", 0))
+        time.sleep(0.01)  # the answer comes while this task has the loop
+        links.send(peer, Stop([]))
+
+    with registry(bus):
+        a, b = pair(bus)
+        with a, b:
+            thread = threading.Thread(target=answer, args=(b,))
+            thread.start()
+            try:
+                waits = sorted(asyncio.run(asyncio.wait_for(ask(a), 20)))
+            finally:
+                ended.set()
+                thread.join()
+    assert waits[10] < 0.1  # what is missed waits for the next heartbeat, 0.5 s
 
 
 def test_members_list_decodes_as_sent() -> None:

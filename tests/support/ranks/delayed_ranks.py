@@ -20,11 +20,11 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.execution.cpu_steps import CpuSteps
 from blockyard.services.gpu_worker.execution.cuda.follower_steps import DeviceFollowerSteps
+from blockyard.services.gpu_worker.execution.pipelined_steps import PipelinedCpuSteps
 from blockyard.services.gpu_worker.execution.ranks.expert_balancer import ExpertBalancer
 from blockyard.services.gpu_worker.execution.ranks.expert_moves import MovableExperts
 from blockyard.services.gpu_worker.execution.ranks.follower import CpuFollowerSteps, Follower, FollowerSteps
 from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror, LeaderMetadata, LeaderModel, LeaderPool
-from blockyard.services.gpu_worker.execution.ranks.pipelined_steps import PipelinedCpuSteps
 from blockyard.services.gpu_worker.host_link import SameMemory
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.models.interface import Model
@@ -85,6 +85,10 @@ class RecordedCollectives:
     def allreduce(self, tensors: list[Tensor], options: object) -> PendingCollective | None:
         self._record("allreduce", tensors)
         return self._collectives.allreduce(tensors, options)
+
+    def gather(self, outputs: list[list[Tensor]], parts: list[Tensor], options: object) -> PendingCollective | None:
+        self._record("gather", parts)
+        return self._collectives.gather(outputs, parts, options)
 
     def broadcast(self, tensors: list[Tensor], options: object) -> PendingCollective | None:
         self._record("broadcast", tensors)
@@ -157,7 +161,7 @@ class DelayedRanks:
     def _load(self, rank: int) -> tuple[Model, KVPool, RankGroups, MovableExperts | None]:
         size, num_stages = self._layout
         ranks, delay = connect(rank, size, self._group, num_stages, runs_ahead=self._as_gpus), delays(rank)
-        model = load(self._folder, ranks, spread=self._balance is not None)
+        model = load(self._folder, ranks, spread=self._balance is not None, moves=self._balance is not None)
         self._record("ranks", 0, ranks.everyone, delay)
         if ranks.tensor is not None and ranks.tensor is not ranks.everyone:
             self._record("stage", ranks.place.stage, ranks.tensor, delay)

@@ -31,12 +31,15 @@ from blockyard.services.gpu_worker.execution.cuda.prefill_steps import (
 )
 from blockyard.services.gpu_worker.execution.cuda.stored_layers import LayerWords
 from blockyard.services.gpu_worker.execution.pinned_ring import StepBuffers
+from blockyard.services.gpu_worker.host_link import DeviceEvent
 from blockyard.services.gpu_worker.slots import Slots, StepRows
+from blockyard.shared.errors import RankLostError
 
 log = logging.getLogger(__name__)
 
 
 START_S = 1.5  # spent before the worker is ready
+TRIAL_S = 20.0  # of several ranks: another one may still load the kernels of its graph
 FEWEST = 3  # sizes at least; of a small model they cover every step
 
 
@@ -149,6 +152,17 @@ class PrefillGraphs:
         self._steps.slots.count_step(self._steps.ring.step)  # the device has counted the trial steps
 
 
+def end_trial(done: DeviceEvent, most_s: float = TRIAL_S) -> None:
+    """Waits for the end of a trial, in which ranks wait for each other.
+
+    Raises RankLostError if it takes longer: one that hangs would hang for ever.
+    """
+    ends_s = time.monotonic() + most_s
+    while not done.query():
+        if time.monotonic() > ends_s:
+            raise RankLostError(f"a CUDA graph that ranks run together has not ended within {most_s:g} s")
+
+
 class CudaGraphRecorder:
     """Captures on the GPU while no step is in flight. Trials touch no slot, and have the number of the last step, whose
     results were read."""
@@ -188,10 +202,19 @@ class CudaGraphRecorder:
             torch.cuda.synchronize(self._device)
             start = time.perf_counter()
             graph.replay(host, needs_processing=False)
-            torch.cuda.synchronize(self._device)
+            self._end_trial()
         # Other graphs may overwrite its output in the pool: none runs between forward pass and sampling.
         measured = GraphCost(launch_s, time.perf_counter() - start, num_bytes, peak_bytes)
         return CapturedPrefill(graph, measured)
+
+    def _end_trial(self) -> None:
+        """Waits for the device."""
+        if self._steps.mirror is None:
+            torch.cuda.synchronize(self._device)
+        else:
+            done = self._steps.link.event()
+            done.record()
+            end_trial(done)
 
     def _begin(self, descriptor: BatchDescriptor) -> None:
         """Prepares a trial: all rows are padding, and it has the number of the last step."""

@@ -57,8 +57,8 @@ class EncoderLayer:
         """hidden [tokens, hidden] -> the same shape."""
         ops = self._attention.ops
         attended = self._attention.out(self._attention.attend_normed(hidden, NO_ROTATION, backend))
-        hidden = self._norm1(ops.whole(attended).add_(hidden))
-        return self._norm2(ops.whole(self._mlp.apply(hidden)).add_(hidden))
+        hidden = ops.norm_of_sum(hidden, attended, self._norm1)
+        return ops.norm_of_sum(hidden, self._mlp.apply(hidden), self._norm2)
 
 
 class Encoder:

@@ -101,6 +101,6 @@ class SumNormLayer(Sublayers):
 
     def finish(self, residual: Tensor, attended: Attended) -> tuple[Tensor, Tensor | None]:
         ops = self._attention.ops
-        x = self._norm1(residual.add_(ops.whole(self._attention.out(attended[0]))))
+        x = ops.norm_of_sum(residual, self._attention.out(attended[0]), self._norm1)
         del attended
-        return self._norm2(x.add_(ops.whole(self._mlp.apply(x)))), None
+        return ops.norm_of_sum(x, self._mlp.apply(x), self._norm2), None

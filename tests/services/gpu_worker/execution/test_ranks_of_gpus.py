@@ -1,6 +1,7 @@
 """What followers with GPUs are told beside forward passes: kernels, graphs that are given up; and sends of prefills."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -23,7 +24,7 @@ from blockyard.services.gpu_worker.execution.cuda.decode_graphs import (
     MirroredReplay,
 )
 from blockyard.services.gpu_worker.execution.cuda.follower_steps import DeviceFollowerSteps, FollowerGraph
-from blockyard.services.gpu_worker.execution.cuda.prefill_graphs import PrefillGraph
+from blockyard.services.gpu_worker.execution.cuda.prefill_graphs import PrefillGraph, end_trial
 from blockyard.services.gpu_worker.execution.cuda.prefill_steps import BatchDescriptor, write_trial
 from blockyard.services.gpu_worker.execution.cuda.stored_layers import LayerEvents
 from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror, LeaderModel
@@ -35,6 +36,7 @@ from blockyard.services.gpu_worker.parallel.commands import (
     InstallKernels,
     ReplayGraph,
 )
+from blockyard.shared.errors import RankLostError
 from blockyard.shared.messages import KVSend, SlotRun, StepPlan
 from blockyard.shared.messages.base import Frame
 
@@ -46,6 +48,8 @@ class Mark:
         return True
 
     def replay(self) -> None: ...
+
+    def synchronize(self) -> None: ...
 
 
 @pytest.fixture
@@ -72,6 +76,21 @@ def test_a_prefill_that_sends_blocks_records_layers_and_is_computed_by_all(
         tokens.append(collected(runner)[1][0].token_ids)
     assert tokens[0] == tokens[1] and len(tokens[0]) == 1
     assert len(ranks.forwards) == 2
+
+
+def test_followers_measure_scales_in_the_steps_in_which_the_leader_does(ranks: TwoRanks) -> None:
+    """Not in trial steps, nor in those without a prompt of several tokens."""
+    runner, starts = ranks.runner, [started(0, prompt_of(5), greedy(), [6, 7])]
+    for number, is_trial in enumerate((True, False, False)):
+        runner.reset(4)
+        runner.pool.scales_pending = number < 2
+        with runner.pool.trial_steps() if is_trial else nullcontext():
+            runner.launch(StepPlan(1, 1, [], starts, [], [SlotRun(0, 5)]))
+            assert collected(runner)[1][0].token_ids
+    runner.pool.scales_pending = True
+    runner.launch(plan(2, 0))
+    assert collected(runner)[2][0].token_ids
+    assert [one.measures_scales for one in ranks.forwards] == [False, True, False, False]
 
 
 @pytest.mark.parametrize(("size", "num_stages"), [(2, 1), (1, 2)])
@@ -135,6 +154,17 @@ def test_each_replay_of_a_prefill_tells_followers_its_words(ranks: TwoRanks, *, 
     tokens = np.frombuffer(replayed.words, np.int32)
     assert len(tokens) == 3 * 9 + (3 + 1) + (0 if keeps_hidden else 2 * 5)
     assert tokens[:9].tolist() == list(range(4, 13))
+
+
+def test_a_trial_that_does_not_end_is_a_lost_rank() -> None:
+    end_trial(Mark())
+
+    class Hanging(Mark):
+        def query(self) -> bool:
+            return False
+
+    with pytest.raises(RankLostError, match=r"not ended within 0\.05 s"):
+        end_trial(Hanging(), most_s=0.05)
 
 
 def test_a_follower_refuses_a_replay_without_the_words_of_its_graph(ranks: TwoRanks) -> None:

@@ -10,7 +10,9 @@ from blockyard.kernels.layers.linear_skinny import linear_skinny
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.layers.fused_ops import FusedOps, TorchOps
 from blockyard.services.gpu_worker.layers.linear import dense_linear
+from blockyard.services.gpu_worker.layers.norm import LayerNorm, Norm
 from blockyard.services.gpu_worker.layers.triton_ops import TritonOps
+from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.quantization.method import Fusion
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -59,3 +61,24 @@ def test_fused_products(is_fused: bool) -> None:
     for linear in linears.values():
         linear.wrap(lambda product: product)
         assert linear.fused(rows) is None, "a weight that is fetched for each product is not read by another kernel"
+
+
+@pytest.mark.parametrize("affine", ["weight and bias", "weight", "", "rms"])
+def test_norms_of_sums(affine: str) -> None:
+    """Of a sublayer's output, and of the outputs of experts."""
+    rows, hidden = 3, 40
+    layer_norm = LayerNorm(WeightTable(torch.float32, DEVICE), "norm", hidden, bool(affine), bias="bias" in affine)
+    for vector in (layer_norm.weight, layer_norm.bias):
+        if vector is not None:
+            vector.copy_(torch.randn(hidden))
+    norm: Norm = RMSNorm(torch.randn(hidden, device=DEVICE), 1e-6) if affine == "rms" else layer_norm
+    residual, delta = torch.randn(2, rows, hidden, device=DEVICE)
+    experts = torch.randn(rows, 2, hidden, device=DEVICE)
+
+    def run(ops: FusedOps) -> list[torch.Tensor]:
+        total = residual.clone()
+        normed = [ops.add_norm(total, given, norm) for given in (delta, experts, None)]
+        return [*normed, total, ops.norm_of_sum(residual.clone(), delta.clone(), norm)]
+
+    for got, want in zip(run(TritonOps()), run(TorchOps()), strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)

@@ -18,6 +18,7 @@ from blockyard.services.gpu_worker.quantization.method import Fusion
 from blockyard.services.gpu_worker.step import Attend, LatentRows, LogitsIndices, Step
 
 OPT = BASE | {"ffn_dim": 96, "max_position_embeddings": 64}
+BERT = BASE | {"intermediate_size": 96, "id2label": {str(i): str(i) for i in range(211)}}
 CONFIGS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": LLAMA,
@@ -27,14 +28,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Phi3ForCausalLM": LLAMA,
     "SmolLM3ForCausalLM": LLAMA,
     "OPTForCausalLM": OPT,
+    "BertForTokenClassification": BERT,
     "Gemma3ForCausalLM": LLAMA | {"head_dim": 16},
     "Gemma4ForCausalLM": LLAMA | {"head_dim": 16, "global_head_dim": 16, "hidden_size_per_layer_input": 0},
 }
 PLAIN = ["add_norm", "linear 128", "attend", "linear 64", "add_norm", "linear 192", "silu", "linear 64"]
 FUSED = ["norm+linear 128", "attend", "linear 64+add", "norm+linear 192", "silu+linear 64+add"]
 NORMS_BEHIND = ["attend", "linear 64", "norm_add_norm", "linear 192", "gelu_tanh", "linear 64", "norm_add_norm"]
-OPT_LAYER = ["linear 192", "attend", "linear 64", "linear 96", "linear 64"]
-FUSED_OPT_LAYER = ["linear 192", "attend", "linear 64+add", "linear 96", "linear 64+add"]  # no kernel has a LayerNorm
+OPT_LAYER = ["linear 192", "attend", "linear 64", "add_layer_norm", "linear 96", "linear 64", "add_layer_norm"]
+FUSED_OPT_LAYER = ["linear 192", "attend", "linear 64+add", "linear 96", "linear 64+add"]  # the norms are torch's
+BERT_LAYER = ["linear 192", "attend", "linear 64", "norm of sum", "linear 96", "linear 64", "norm of sum"]
 
 
 class Launches:
@@ -43,6 +46,7 @@ class Launches:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
         monkeypatch.setattr(triton_ops, "add_rms_norm", self._add_rms_norm)
+        monkeypatch.setattr(triton_ops, "add_layer_norm", self._add_layer_norm)
         monkeypatch.setattr(triton_ops, "norm_add_norm", self._norm_add_norm)
         monkeypatch.setattr(triton_ops, "act_mul", self._act_mul)
         monkeypatch.setitem(OPS, "cpu", triton_ops.TritonOps)
@@ -76,6 +80,12 @@ class Launches:
         self.names.append("add_norm")
         return residual
 
+    def _add_layer_norm(
+        self, residual: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: float, keeps_sum: bool = True
+    ) -> Tensor:
+        self.names.append("add_layer_norm" if keeps_sum else "norm of sum")
+        return residual
+
     def _norm_add_norm(
         self, residual: Tensor, x: Tensor, weight: Tensor, eps: float, then: list[Tensor], **_: Any
     ) -> list[Tensor]:
@@ -102,6 +112,8 @@ def test_launches_of_a_step(name: str, is_fused: bool, monkeypatch: pytest.Monke
     layers = config["num_hidden_layers"]
     if name == "OPTForCausalLM":
         expected = (FUSED_OPT_LAYER if is_fused else OPT_LAYER) * layers
+    elif name == "BertForTokenClassification":
+        expected = BERT_LAYER * layers
     elif name in ("Gemma3ForCausalLM", "Gemma4ForCausalLM"):
         qkv = ["norm+linear 128"] if is_fused else ["add_norm", "linear 128"]
         expected = [*[*qkv, *NORMS_BEHIND] * layers, "add_norm"]

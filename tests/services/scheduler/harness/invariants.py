@@ -226,7 +226,7 @@ def check_router(core: Scheduler, set_aside: list[Sequence]) -> None:
 
 
 def _amount(sequences: list[Sequence]) -> QueueAmount:
-    pools = {c.request.pool.id for c in sequences if c.request.pool is not None}
+    pools = {c.request.pool.id for c in sequences if c.request.pool is not None and not c.request.pool.is_later}
     amounts = [c.queue_amount for c in sequences]
     entries = len(pools) + sum(one.entries for one in amounts)
     return QueueAmount(sum(one.sequences for one in amounts), sum(one.tokens for one in amounts), entries)

@@ -182,6 +182,9 @@ class Program:
             user=f"{b % 2}",
             priority=a % 5 - 2,
             batch_line=(a + b) % 6 == 5,
+            later_prompts=a % 4,
+            later_tokens=b % 20,
+            is_later=(a + b) % 7 == 3,
         )
 
     def _adapter(self, a: int, b: int) -> str:

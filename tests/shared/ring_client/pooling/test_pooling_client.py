@@ -33,7 +33,9 @@ from blockyard.shared.messages import (
 )
 from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.pooling.calls import PooledAnswer, PoolingCall
+from blockyard.shared.ring_client.pooling.text_jobs import FIRST_BYTES, MANY_BYTES
 from blockyard.shared.ring_client.tokenizer_client import QUICK_BYTES
+from blockyard.shared.token_ids import num_ids
 
 ROOM = QueueCapacity(10, 1000)
 POOLING = PoolingCard(
@@ -44,8 +46,8 @@ POOLING = PoolingCard(
 class Ring:
     """A client; the test is its tokenizer and its scheduler. A text is as many tokens as it has characters."""
 
-    def __init__(self) -> None:
-        card = msgspec.structs.replace(CARD, pooling=POOLING)
+    def __init__(self, has_kv: bool = False) -> None:
+        card = msgspec.structs.replace(CARD, pooling=msgspec.structs.replace(POOLING, has_kv=has_kv))
         self.tokenizer = member(Role.TOKENIZER_POOL, TOKENIZER)
         self.scheduler = member(Role.SCHEDULER, SCHEDULER, card=card)
         self.links = FakeLinks(Member("api_gateway", Role.API_GATEWAY, 99, "ipc:///99"), self.tokenizer, self.scheduler)
@@ -54,7 +56,7 @@ class Ring:
             self.client.handle(one.incarnation, Joined(one))
 
     def ask(self, inputs: Sequence[Any], **fields: Any) -> "asyncio.Task[PooledAnswer]":
-        call = PoolingCall(request_id="r", model=None, inputs=inputs, **fields)
+        call = PoolingCall(model=None, inputs=inputs, **({"request_id": "r"} | fields))
         return asyncio.ensure_future(self.client.pooling.pool(call))
 
     def take(self, kind: type[Any]) -> list[Any]:
@@ -64,31 +66,37 @@ class Ring:
 
     async def tokenize(self) -> list[TokenizeTexts]:
         """Answers the jobs of tokenizers."""
-        jobs = []
+        jobs: list[TokenizeTexts] = []
         while True:
             for _ in range(5):
                 await asyncio.sleep(0)
             if not (found := self.take(TokenizeTexts)):
                 return jobs
             for job in found:
-                lengths = array("I", map(len, job.texts))
-                ids = array("I", [5]) * sum(lengths)
-                skip = 3 if job.counts_prompt and job.prompt else 0
-                answer = TextsTokenized(job.request_id, ids.tobytes(), lengths.tobytes(), skip=skip)
-                self.client.handle(TOKENIZER, answer)
+                self.answer(job)
             jobs += found
+
+    def answer(self, job: TokenizeTexts) -> None:
+        lengths = array("I", map(len, job.texts))
+        ids = array("I", [5]) * sum(lengths)
+        skip = 3 if job.counts_prompt and job.prompt else 0
+        self.client.handle(TOKENIZER, TextsTokenized(job.request_id, ids.tobytes(), lengths.tobytes(), skip=skip))
 
     def hear(self, attempt: int, **results: Any) -> None:
         self.client.handle(SCHEDULER, VectorBatch([block(attempt, **results)]))
 
 
 def block(
-    attempt: int, indexes: Sequence[int] = (), size: int = 2, failures: Sequence[VectorFailure] = ()
+    attempt: int,
+    indexes: Sequence[int] = (),
+    size: int = 2,
+    failures: Sequence[VectorFailure] = (),
+    request_id: str = "r",
 ) -> VectorBlock:
     data = array("f", [float(10 * index + i) for index in indexes for i in range(size)])
     lengths = array("I", [size] * len(indexes))
     return VectorBlock(
-        "r", attempt, array("I", indexes).tobytes(), lengths.tobytes(), data.tobytes(), failures=list(failures)
+        request_id, attempt, array("I", indexes).tobytes(), lengths.tobytes(), data.tobytes(), failures=list(failures)
     )
 
 
@@ -99,6 +107,7 @@ async def test_results_come_in_any_order_and_in_parts() -> None:
     assert job.texts == ["abc", "d"] and job.quick
     (pool,) = ring.take(Pool)
     assert array("I", pool.lengths).tolist() == [3, 2, 1]
+    assert not pool.later_prompts and not pool.is_later
     assert array("I", pool.token_ids).tolist() == [5, 5, 5, 7, 8, 5]
     ring.client.handle(SCHEDULER, Accepted("r", 0, None, ROOM))
     ring.hear(0, indexes=[2])
@@ -130,11 +139,83 @@ async def test_ids_that_are_wrong_are_named(wrong: Any) -> None:
 async def test_texts_are_divided_into_quick_jobs_and_a_long_one_stands_alone() -> None:
     ring = Ring()
     longest = "x" * (QUICK_BYTES + 1)
+    other = ring.ask(["a"], request_id="other")
+    await ring.tokenize()
     task = ring.ask(["y" * (QUICK_BYTES // 2)] * 3 + [longest])
     jobs = await ring.tokenize()
     assert sorted(len(job.texts) for job in jobs) == [1, 1, 2]
     assert [job.texts for job in jobs if not job.quick] == [[longest]]
+    assert [num_ids(pool.lengths) for pool in ring.take(Pool)] == [1, 4], "a call beside others is one request"
     task.cancel()
+    other.cancel()
+
+
+MANY = [str(i).rjust(FIRST_BYTES // 4, "t") for i in range(MANY_BYTES // FIRST_BYTES * 4 + 1)]
+
+
+async def test_a_call_with_many_texts_is_sent_as_it_is_tokenized() -> None:
+    """The first part is small. Answers come in any order."""
+    ring = Ring()
+    task = ring.ask([[7], *MANY])
+    for _ in range(5):
+        await asyncio.sleep(0)
+    (given,) = ring.take(Pool)  # ids need no tokenizer
+    assert array("I", given.lengths).tolist() == [1]
+    first, second = ring.take(TokenizeTexts)
+    assert (first.texts, second.texts) == (MANY[:4], MANY[4:12])
+    parts: list[Pool] = []
+    for job in (second, first):
+        ring.answer(job)
+        await asyncio.sleep(0)
+        parts += ring.take(Pool)
+    assert [num_ids(part.lengths) for part in parts] == [8, 4]
+    await ring.tokenize()
+    parts += ring.take(Pool)
+    assert ring.client.pooling.num_waiting_tokens == 1 + sum(map(len, MANY))
+    for part in reversed([given, *parts]):
+        ring.hear(0, indexes=range(num_ids(part.lengths)), request_id=part.request_id)
+    answer = await task
+    assert [item.num_tokens for item in answer.items] == [1, *map(len, MANY)]
+    assert answer.items[5].data[0] == 0, "the first of its part"
+    assert (ring.client.num_open(), ring.client.meters.requests) == (0, 1)
+    # a scheduler takes or refuses a call by its first part
+    assert (given.later_prompts, given.later_tokens, given.is_later) == (len(MANY), len(MANY), False)
+    assert {(part.later_prompts, part.is_later) for part in parts} == {(0, True)}
+
+
+async def test_a_call_to_a_decoder_is_not_divided() -> None:
+    ring = Ring(has_kv=True)
+    task = ring.ask(MANY)
+    await ring.tokenize()
+    assert [num_ids(pool.lengths) for pool in ring.take(Pool)] == [len(MANY)]
+    task.cancel()
+
+
+async def test_a_part_that_fails_ends_the_call() -> None:
+    ring = Ring()
+    task = ring.ask(MANY, field="documents")
+    for _ in range(5):
+        await asyncio.sleep(0)
+    first, second = ring.take(TokenizeTexts)
+    ring.answer(second)
+    await asyncio.sleep(0)
+    (part,) = ring.take(Pool)
+    ring.client.handle(SCHEDULER, Refused(part.request_id, 0, 400, "input[1]", "too long", ROOM))
+    ring.answer(first)
+    with pytest.raises(RequestError) as caught:
+        await task
+    assert caught.value.field == "documents[5]"
+    assert not ring.client.num_open() and not ring.take(Pool)
+
+
+async def test_a_client_that_leaves_cancels_all_parts() -> None:
+    ring = Ring()
+    task = ring.ask(MANY)
+    await ring.tokenize()
+    parts = ring.take(Pool)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert [one.request_id for one in ring.take(Cancel)] == [part.request_id for part in parts]
 
 
 async def test_a_job_that_breaks_its_limits_is_divided_to_find_the_text() -> None:
