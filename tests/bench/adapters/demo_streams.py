@@ -10,7 +10,7 @@ from rig import ROOT, Row, Server, completion, cpu_seconds, median, serve, table
 
 SHIPPED = ROOT / "shared" / "demo_model" / "adapters"
 FLAGS = ("demo", "--device", "cpu", "--max-num-seqs", "16", "--no-enable-prefix-caching")
-STREAMS, TOKENS, ROUNDS = 16, 128, 7
+STREAMS, TOKENS, ROUNDS = 16, 128, 15
 
 
 def measure() -> list[Row]:
