@@ -24,9 +24,7 @@ a whole is a run of pytest. Exit code 1: a row has failed, or was not begun.
 """
 
 import argparse
-import contextlib
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -52,6 +50,7 @@ import test_replica_logits as replica_tests  # noqa: E402
 from core_loop import CoreLoop  # noqa: E402
 from delayed_ranks import DelayedRanks  # noqa: E402
 from equality import BLOCK_BYTES, CONDITIONS, FEW, MAX_MODEL_LEN, Bench, noisy, requests  # noqa: E402
+from limited_process import run_limited  # noqa: E402
 from rank_group import Group  # noqa: E402
 from rank_logits import prompt  # noqa: E402
 from report import machine  # noqa: E402
@@ -315,22 +314,8 @@ def command_of(row: Row, amounts: Amounts) -> list[str]:
 def result_of(row: Row, amounts: Amounts, limit_s: float) -> tuple[bool, str]:
     """Runs a row as a process. Returns whether the bar is reached, and what was measured, or the cause."""
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command_of(row, amounts),
-            cwd=TESTS.parent,
-            env=environment(),
-            stdout=output,
-            stderr=errors,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # what a row has left, too
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        command, env = command_of(row, amounts), environment()
+        code = run_limited(command, limit_s, env=env, stdout=output, stderr=errors, cwd=TESTS.parent)
         output.seek(0)
         errors.seek(0)
         printed, said = ([line for line in file.read().splitlines() if line.strip()] for file in (output, errors))

@@ -13,8 +13,6 @@ import json
 import math
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +28,8 @@ TESTS = HERE.parents[1]
 SRC = TESTS.parent / ".src"
 sys.path += [str(SRC), str(HERE), str(TESTS / "bench"), str(TESTS / "support"), str(TESTS / "support" / "models")]
 
-from rank_answers import Stream  # noqa: E402 -- found by the line above
+from limited_process import run_limited  # noqa: E402 -- found by the line above
+from rank_answers import Stream  # noqa: E402
 from tiny_models import BY_NAME  # noqa: E402
 
 from blockyard.services.launcher.executors import count_gpus  # noqa: E402
@@ -119,19 +118,9 @@ class Bench:
         output, log = self.folder / f"{case.file_name}.json", self.log(case)
         command = [sys.executable, "-P", str(HERE / "rank_answers.py"), str(self.model(case.model)), str(output)]
         with log.open("wb") as file:
-            process = subprocess.Popen(
-                [*command, self.device, json.dumps(case.flags), case.parts],
-                env={**os.environ, "PYTHONPATH": _path(), **self._gpus(case.num_ranks)},
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-            )
-            try:
-                code = process.wait(most_s)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                _end(process)
+            env = {**os.environ, "PYTHONPATH": _path(), **self._gpus(case.num_ranks)}
+            asked = [*command, self.device, json.dumps(case.flags), case.parts]
+            code = run_limited(asked, most_s, env=env, stdout=file, stderr=file)
         if code is None:
             return f"killed after {most_s:.0f} s\n{_tail(log)}"
         if code:
@@ -161,15 +150,6 @@ def _path() -> str:
 
 def _tail(log: Path) -> str:
     return "\n".join(f"    {line}" for line in log.read_text("utf-8", "replace").splitlines()[-12:])
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a ring, also one that hangs: its processes end with their parent."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()
 
 
 def differences(expected: Sequence[Stream], found: Sequence[Stream]) -> Iterator[str]:
