@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 FEW_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 TEXT_SIZES = (*FEW_TOKENS, 3072, 4096, 6144, 8192)  # tokens: padding is a third of a large step at most
 SMALL_PADDING = 0.125  # of a step: so much costs less than what the host gains
+USEFUL = 2.0  # device time of a graph to that of its launch, at most: launches of one worker differ, and few gain more
 TOKENS_OF_A_TEXT = 8  # a size has room for one text in so many tokens
 SHORT = 32  # tokens: on an H200 512 texts of 16 took attention 134 us in tiles for long texts, 38 us in small ones
 MOST_TEXTS, FEWEST_TEXTS = 512, 4  # attention looks for each text, also where there is none
@@ -105,12 +106,16 @@ class PackedGraphs:
         self._graphs: dict[tuple[int, int], PackedGraph] = {}  # by size and most rows of a sequence
 
     def capture(self) -> str:
-        """Captures all sizes. Returns a line for the start report. After an error all steps are eager."""
-        begun = time.perf_counter()
+        """Captures the largest size, and all others that may be useful. Returns a line for the start report.
+
+        After an error all steps are eager.
+        """
+        begun, most_useful = time.perf_counter(), float(self._largest)
         try:
             with torch.inference_mode():
                 for size in reversed(self._sizes):  # smaller graphs then use the memory of larger ones
-                    self._capture_size(size)
+                    if size <= most_useful:
+                        most_useful = min(most_useful, self._capture_size(size))
         except RuntimeError as e:  # includes OutOfMemoryError and CUDA errors
             self.drop()
             problem = str(e).splitlines()[0]
@@ -168,7 +173,9 @@ class PackedGraphs:
     def _fill(self, words: Tensor, values: Integers) -> None:
         words.copy_(put(values, self._model.table.device, self._model.table.link))
 
-    def _capture_size(self, size: int) -> None:
+    def _capture_size(self, size: int) -> float:
+        """Returns how many tokens a size may have to be useful, as far as this one tells."""
+        most_useful = float(size)
         self._positions[:size] = 0
         # unlike tokens: the same one in all rows would read few experts of a mixture
         self._ids[:size] = torch.arange(size, device=self._ids.device) % self._model.shape.vocab_size
@@ -181,6 +188,8 @@ class PackedGraphs:
             captured = self._capture(partial(self._run, step))
             if captured is not None:
                 self._graphs[size, longest] = PackedGraph(size, attention, captured)
+                most_useful = size * USEFUL * captured.launch_s / captured.device_s
+        return most_useful
 
     def _run(self, step: Step) -> None:
         hidden = self._model.forward(step)

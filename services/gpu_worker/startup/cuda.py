@@ -22,7 +22,6 @@ from blockyard.services.gpu_worker.execution.cuda.device_ops import make_device_
 from blockyard.services.gpu_worker.execution.cuda.follower_steps import DeviceFollowerSteps
 from blockyard.services.gpu_worker.execution.cuda.forward_capture import CudaForwardCapture
 from blockyard.services.gpu_worker.execution.cuda.pooled_attention import TritonChunkAttention, TritonPackedProduct
-from blockyard.services.gpu_worker.execution.cuda.prefill_sizes import MOST_BYTES
 from blockyard.services.gpu_worker.execution.packed_graphs import PackedGraphs, text_graphs
 from blockyard.services.gpu_worker.execution.pooled_steps import ChunkAttention
 from blockyard.services.gpu_worker.execution.ranks.follower import FollowerNeeds, FollowerSteps
@@ -207,8 +206,9 @@ class CudaBackend:
         if not has_packed_graphs(config, model.shape):
             return None
         if pool is not None:
-            return chunk_graphs.chunk_graphs(model, pool, CudaForwardCapture(self.device, MOST_BYTES), geometry)
-        most_tokens, capture = geometry.max_num_batched_tokens, CudaForwardCapture(self.device)
+            capture = CudaForwardCapture(self.device, chunk_graphs.MOST_BYTES)
+            return chunk_graphs.chunk_graphs(model, pool, capture, geometry)
+        capture, most_tokens = CudaForwardCapture(self.device), geometry.max_num_batched_tokens
         return text_graphs(model, capture, TritonPackedProduct, most_tokens=most_tokens, has_types=has_types)
 
     def text_threads(self, config: WorkerConfig) -> None:

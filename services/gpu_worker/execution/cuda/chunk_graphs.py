@@ -14,7 +14,6 @@ from blockyard.services.gpu_worker.arrays import Integers, Ints
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.attention.triton_attention import build_attention
 from blockyard.services.gpu_worker.execution.cuda.decode_graphs import GRAPH_BYTES
-from blockyard.services.gpu_worker.execution.cuda.prefill_sizes import MOST_BYTES
 from blockyard.services.gpu_worker.execution.packed_graphs import FEW_TOKENS, Capture, PackedGraphs
 from blockyard.services.gpu_worker.host_link import put
 from blockyard.services.gpu_worker.kv.pool import KVPool
@@ -27,6 +26,7 @@ from blockyard.shared.messages import Geometry
 SIZES = (*FEW_TOKENS, *(unit * n for unit in (64, 128, 256) for n in (36, 40, 45, 51, 57, 64)))
 TOKENS_OF_A_SEQUENCE = 32  # a size has room for one sequence in so many tokens; attention looks for each
 FEWEST_SEQUENCES = 16  # the kernels look for so many at a time
+MOST_BYTES = 1 << 30  # of the activations of a graph, which graphs share; a step of 16,384 tokens of a 0.6B has half
 PADDING_ROWS = 128  # of a sequence of padding: attention to keys of one long sequence would take longer
 # A bound of lengths below which keys are not split: the host does not know the lengths of later steps, and for short
 # texts the sum of splits takes longer than it saves. It decides how work is shared, and nothing else.

@@ -4,6 +4,7 @@ Without a GPU a fake graph computes again from its inputs, with attention in pla
 """
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from blockyard.services.gpu_worker.execution.cuda.chunk_graphs import (
 from blockyard.services.gpu_worker.execution.packed_graphs import PackedGraphs
 from blockyard.services.gpu_worker.runner import Runner
 
-ON_GPU = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 MEAN = '{"pooling_type": "MEAN", "normalize": true}'
 ALL = '{"pooling_type": "ALL", "normalize": false}'
 LAST = '{"pooling_type": "LAST", "normalize": true}'
@@ -155,6 +156,16 @@ def test_sizes_that_take_too_much_memory_are_left_out(folder: Path, monkeypatch:
 
 
 @pytest.mark.cpu
+@pytest.mark.usefixtures("_in_torch")
+def test_sizes_that_run_much_longer_than_their_launch_are_not_captured(folder: Path) -> None:
+    """The largest size tells how long others run: of 64, 32 and 16 tokens, these of 16 alone."""
+    runner, capture = start_pooled(folder, 4, 40, **SMALL), FakeCapture()
+    capture.times_s = 0.1, 0.8
+    with_graphs(runner, capture).capture()
+    assert len(capture.graphs) == 2
+
+
+@pytest.mark.cpu
 @given(data=st.data())
 def test_rows_of_padding_belong_to_short_sequences(data: st.DataObject, attention: ChunkGraphAttention) -> None:
     """Of no slot, and all rows belong to a sequence."""
@@ -185,6 +196,17 @@ MOST_TEXTS, MOST_TOKENS, STEP_TOKENS = 48, 600, 4608
 BUDGETS = (STEP_TOKENS, 3000, 1000, 70)  # full steps, and between sizes
 
 
+@pytest.fixture
+def _always_useful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the device took at captures: other tests run beside these."""
+    monkeypatch.setattr(packed_graphs, "USEFUL", 1e9)
+    monkeypatch.setattr(packed_graphs, "SMALL_PADDING", 1.0)
+
+
+def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.cuda(NO_GPU(pytest.mark.usefixtures("_always_useful")(test)))
+
+
 def mixed_texts() -> list[list[int]]:
     lengths = np.random.default_rng(5).integers(1, MOST_TOKENS + 1, MOST_TEXTS - 4).tolist()
     return texts_of(1, 2, 599, 600, *lengths)
@@ -199,8 +221,7 @@ def start_both(folder: Path, **fields: Any) -> tuple[Runner, Runner]:
 
 
 def compare(eager: Runner, runner: Runner, monkeypatch: pytest.MonkeyPatch, tolerance: float) -> None:
-    """Every step is a graph, however long the device took at its capture: other tests run beside it."""
-    monkeypatch.setattr(packed_graphs, "SMALL_PADDING", 1.0)
+    """Every step is a graph."""
     graphs, texts = steps_of(runner).graphs, mixed_texts()
     assert graphs is not None
     were_graphs = count_replays(graphs, monkeypatch)
@@ -211,7 +232,8 @@ def compare(eager: Runner, runner: Runner, monkeypatch: pytest.MonkeyPatch, tole
     assert len(were_graphs) == sum(-(-total // budget) for budget in BUDGETS) and all(were_graphs)
 
 
-@pytest.mark.parametrize("pooling", [pytest.param(one, marks=ON_GPU) for one in (LAST, MEAN, ALL)])
+@on_gpu
+@pytest.mark.parametrize("pooling", [LAST, MEAN, ALL])
 def test_graphs_have_the_numbers_of_eager_steps(pooling: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = LLAMA | {"max_position_embeddings": 1024, "head_dim": 32}
     Tiny("qwen3-model", Qwen3Config, Qwen3Model, fields).save(tmp_path)
@@ -228,7 +250,8 @@ def test_graphs_have_the_numbers_of_eager_steps(pooling: str, tmp_path: Path, mo
     compare(eager, runner, monkeypatch, 2e-4)
 
 
-@pytest.mark.parametrize("pooling", [pytest.param(one, marks=ON_GPU) for one in (LAST, MEAN)])
+@on_gpu
+@pytest.mark.parametrize("pooling", [LAST, MEAN])
 def test_graphs_in_bfloat16_have_the_numbers_of_eager_steps(
     pooling: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,7 +262,8 @@ def test_graphs_in_bfloat16_have_the_numbers_of_eager_steps(
     compare(eager, runner, monkeypatch, 3e-2)
 
 
-@pytest.mark.parametrize("name", [pytest.param(one, marks=ON_GPU) for one in ("llama-classes", "mistral-score")])
+@on_gpu
+@pytest.mark.parametrize("name", ["llama-classes", "mistral-score"])
 def test_graphs_of_classifiers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     BY_NAME[name].save(tmp_path)
     options = {"device": "cuda", "dtype": "float32", "task": "classify", "max_num_batched_tokens": 2048}
@@ -247,7 +271,6 @@ def test_graphs_of_classifiers(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     runner = start_pooled(tmp_path, 16, 128, **options)
     graphs, texts = steps_of(runner).graphs, texts_of(1, 3, 128, 77, 60, 61, 62, 100)
     assert graphs is not None
-    monkeypatch.setattr(packed_graphs, "SMALL_PADDING", 1.0)
     were_graphs = count_replays(graphs, monkeypatch)
     for budget in (2048, 100):
         assert_alike(vectors(runner, texts, budget), vectors(eager, texts, budget))
