@@ -74,7 +74,7 @@ def has_packed_graphs(config: WorkerConfig, shape: ModelShape) -> bool:
     cached tokens in pieces, whose number a graph cannot follow.
     """
     is_eager = config.enforce_eager or config.batch_invariant or config.cpu_offload_gib
-    return not (is_eager or config.num_ranks > 1 or shape.has_latent)
+    return not (is_eager or config.num_ranks * config.expert_replicas > 1 or shape.has_latent)
 
 
 class CudaBackend:

@@ -26,7 +26,7 @@ from blockyard.shared.messages import Geometry
 SIZES = (*FEW_TOKENS, *(unit * n for unit in (64, 128, 256) for n in (36, 40, 45, 51, 57, 64)))
 TOKENS_OF_A_SEQUENCE = 32  # a size has room for one sequence in so many tokens; attention looks for each
 FEWEST_SEQUENCES = 16  # the kernels look for so many at a time
-MOST_BYTES = 1 << 30  # of the activations of a graph, which graphs share; a step of 16,384 tokens of a 0.6B has half
+MOST_BYTES = 1 << 30  # of the activations of a step that is captured: graphs share that memory
 PADDING_ROWS = 128  # of a sequence of padding: attention to keys of one long sequence would take longer
 # A bound of lengths below which keys are not split: the host does not know the lengths of later steps, and for short
 # texts the sum of splits takes longer than it saves. It decides how work is shared, and nothing else.

@@ -107,6 +107,7 @@ def test_blocks_of_a_gpu(tmp_path: Path, small_gpu: CudaBackend, fields: dict[st
         ({"batch_invariant": True}, False, 0),
         ({"cpu_offload_gib": 1.0}, False, 0),
         ({"tensor_parallel_size": 2}, False, 0),
+        ({"expert_replicas": 2}, False, 0),
         ({}, True, 0),
     ],
 )
