@@ -41,6 +41,7 @@ from blockyard.kernels.quantized.unpack_tiles import scale_numbers
 
 CHUNK = 32  # inputs that a thread reads at once
 BLOCK = 128  # inputs of a warp in a step
+MOST_ALONE = 2  # rows without a map, whose pairs have tiles of their own: a search for equal experts takes longer
 FETCHED = 4  # steps whose codes `row_sums` fetches before it waits
 LAST = 128  # groups of a multiple of so many inputs: their scales multiply sums
 
@@ -115,10 +116,13 @@ def _store_loads(experts_ptr, loads_ptr, num_pairs, EXPERTS: gl.constexpr, BINS:
 @gluon.jit
 def _pairs_of(
     owners_ptr, pairs_ptr, tile, num_pairs,
-    TOP_K: gl.constexpr, K_TILE: gl.constexpr, N: gl.constexpr, LAYOUT: gl.constexpr,
+    TOP_K: gl.constexpr, K_TILE: gl.constexpr, ALONE: gl.constexpr, N: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The expert of a tile, its first pair, and its pairs [N]: as `few_rows.tile_pairs`."""
-    if TOP_K:
+    """The expert of a tile, its first pair, and its pairs [N]: as `few_rows.tile_pairs`. ALONE: a tile has one pair."""
+    if ALONE:
+        pairs = gl.where(gl.arange(0, N, LAYOUT) == 0, tile, num_pairs)
+        return gl.load(owners_ptr + tile), tile, pairs
+    elif TOP_K:  # noqa: RET505, only one branch is compiled
         T: gl.constexpr = gl.BlockedLayout([1, K_TILE], [32, 1], [gl.num_warps(), 1], [1, 0])
         k = along_2(K_TILE, 1, T)
         pair = along_2(N, 0, T) * TOP_K + k
@@ -128,7 +132,7 @@ def _pairs_of(
         pairs = gl.min(gl.where(mine, pair, num_pairs), 1)
         first = gl.min(pairs, 0)
         return gl.where(first == tile, expert, -1), first, gl.convert_layout(pairs, LAYOUT)
-    else:  # noqa: RET505, only one branch is compiled
+    else:
         pairs = gl.load(pairs_ptr + tile * N + gl.arange(0, N, LAYOUT))
         return gl.load(owners_ptr + tile), gl.load(pairs_ptr + tile * N), pairs
 
@@ -219,8 +223,8 @@ def _experts_mma_kernel(
     SIZE: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, E8M0: gl.constexpr, EXACT: gl.constexpr,
     ZEROS: gl.constexpr, ROW_SCALES: gl.constexpr, ASM: gl.constexpr, R: gl.constexpr, N: gl.constexpr,
     W: gl.constexpr, AHEAD: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, SCALE: gl.constexpr,
-    SCALE_FIRST: gl.constexpr, TOP_K: gl.constexpr, K_TILE: gl.constexpr, EXPERTS: gl.constexpr, BINS: gl.constexpr,
-    PAIRS: gl.constexpr, PDL: gl.constexpr,
+    SCALE_FIRST: gl.constexpr, TOP_K: gl.constexpr, K_TILE: gl.constexpr, ALONE: gl.constexpr, EXPERTS: gl.constexpr,
+    BINS: gl.constexpr, PAIRS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     # program (i, j): rows i * R ... of an expert's weight, for the pairs of tile j; with TOP_K there is no map, and
     # pair j has tile j
@@ -234,7 +238,7 @@ def _experts_mma_kernel(
     if EXPERTS:
         _store_loads(owners_ptr, loads_ptr, num_pairs, EXPERTS, BINS, PAIRS)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, X)))
-    owner, first, pairs = _pairs_of(owners_ptr, pairs_ptr, tile, num_pairs, TOP_K, K_TILE, N, COLUMNS)
+    owner, first, pairs = _pairs_of(owners_ptr, pairs_ptr, tile, num_pairs, TOP_K, K_TILE, ALONE, N, COLUMNS)
     if owner < 0:
         return
     expert = owner.to(gl.int64)
@@ -397,8 +401,9 @@ def grouped_mma(
         x, *_pointers(weights), out if bias is None else bias, out if scale is None else scale, out, mapped.pairs,
         mapped.experts, mapped.experts if loads is None else loads, num_pairs, outs, num_pairs // rows,
         N=columns, GATE=int(gate), BIAS=bias is not None, SCALE=scale is not None, SCALE_FIRST=scale_first,
-        TOP_K=top_k, K_TILE=next_power_of_2(max(top_k, 1)), EXPERTS=num_experts if counts else 0,
-        BINS=next_power_of_2(num_experts + 1), PAIRS=next_power_of_2(max(num_pairs, 16)) if counts else 16,
+        TOP_K=top_k, K_TILE=next_power_of_2(max(top_k, 1)), ALONE=top_k > 0 and rows <= MOST_ALONE,
+        EXPERTS=num_experts if counts else 0, BINS=next_power_of_2(num_experts + 1),
+        PAIRS=next_power_of_2(max(num_pairs, 16)) if counts else 16,
         **_constants(x, weights, form, tiling),
     )  # fmt: skip
     return out
