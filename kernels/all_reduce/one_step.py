@@ -51,7 +51,7 @@ def _one_step_kernel(
             for peer in tl.static_range(SIZE):
                 bits = own_bits
                 if peer != rank:
-                    bits = take(own + peer * most_elements + at, inside, polls, failed_ptr, reported_ptr)
+                    bits, polls = take(own + peer * most_elements + at, inside, polls, failed_ptr, reported_ptr)
                 total += bits.to(part_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
             to_sum = sum_ptr + taken * sum_stride + cols
             total = total.to(part_ptr.dtype.element_ty)

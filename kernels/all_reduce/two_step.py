@@ -45,12 +45,13 @@ def _send_sum(
     for peer in tl.static_range(SIZE):
         bits = own_bits
         if peer != rank:
-            bits = take(own + first + peer * size + cols, inside, polls, failed_ptr, reported_ptr)
+            bits, polls = take(own + first + peer * size + cols, inside, polls, failed_ptr, reported_ptr)
         total += bits.to(dtype, bitcast=True).to(tl.float32)
     bits = to_bits(total.to(dtype))
     for peer in tl.static_range(SIZE):
         place = buffer_of(addresses_ptr, peer, half, half_elements, BITS) + most_elements
         tl.store(place + at, bits, mask=inside)
+    return polls
 
 
 @triton.jit(do_not_specialize=["rank", "num_rows", "most_polls"])
@@ -79,7 +80,7 @@ def _two_step_kernel(
             )  # fmt: skip
         added = group - LEAD * step
         if (added >= 0) & (added < num_groups):
-            _send_sum(
+            polls = _send_sum(
                 part_ptr, addresses_ptr, own, rank, half, half_elements, most_elements, added * group_size, size,
                 num_elements, cols, polls, failed_ptr, reported_ptr, SIZE, BITS,
             )  # fmt: skip
@@ -90,7 +91,7 @@ def _two_step_kernel(
                 at = row * size + cols
                 inside = (cols < size) & (at < num_elements)
                 residual = load_for_norm(residual_ptr + row * residual_stride + cols, inside, NORM)
-                bits = take(own + most_elements + at, inside, polls, failed_ptr, reported_ptr)
+                bits, polls = take(own + most_elements + at, inside, polls, failed_ptr, reported_ptr)
                 total = bits.to(dtype, bitcast=True)
                 to_sum = sum_ptr + row * sum_stride + cols
                 finish_row(total, residual, to_sum, weight, out_ptr, at, inside, size, eps, NORM)

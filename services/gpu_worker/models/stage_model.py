@@ -55,7 +55,8 @@ class StageModel:
         found = self._decoder.forward(step)
         if not link.is_last:
             link.send(found)
-            found = found if step.logits_indices is None else found[: len(step.logits_indices.rows)]
+            if step.logits_indices is not None:  # perhaps more than tokens, with padding; nothing reads them
+                found = found.new_empty(len(step.logits_indices.rows), self._decoder.hidden_size)
         return found
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ class Collectives(Protocol):
     ) -> PendingCollective | None: ...
     def allreduce(self, tensors: list[Tensor], options: object) -> PendingCollective | None: ...
     def broadcast(self, tensors: list[Tensor], options: object) -> PendingCollective | None: ...
+    def gather(self, outputs: list[list[Tensor]], parts: list[Tensor], options: object) -> PendingCollective | None: ...
     def send(self, tensors: list[Tensor], to: int, tag: int) -> PendingCollective: ...
     def recv(self, tensors: list[Tensor], of: int, tag: int) -> PendingCollective: ...
 
@@ -74,6 +75,12 @@ class HostCollectives:
     def broadcast(self, tensors: list[Tensor], options: object) -> PendingCollective:
         hosts = [one.cpu() for one in tensors]
         return _Arriving(self._of_host.broadcast(hosts, options), hosts, tensors)
+
+    def gather(self, outputs: list[list[Tensor]], parts: list[Tensor], options: object) -> PendingCollective:
+        """outputs: of the leader, a list; of others, none."""
+        hosts = [[one.cpu() for one in some] for some in outputs]
+        arriving, to = [one for some in hosts for one in some], [one for some in outputs for one in some]
+        return _Arriving(self._of_host.gather(hosts, [one.cpu() for one in parts], options), arriving, to)
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> PendingCollective:
         hosts = [one.cpu() for one in tensors]

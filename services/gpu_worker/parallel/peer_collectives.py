@@ -48,6 +48,10 @@ class PeerCollectives:
         """From rank 0."""
         return self._exchange(tensors[0], {0: tensors[0]} if self._rank else {})
 
+    def gather(self, outputs: list[list[Tensor]], parts: list[Tensor], options: object) -> PendingCollective:
+        """To rank 0."""
+        return self._exchange(parts[0], dict(enumerate(outputs[0])) if outputs else {})
+
     def send(self, tensors: list[Tensor], to: int, tag: int) -> PendingCollective:
         return self._exchange(tensors[0], {})
 

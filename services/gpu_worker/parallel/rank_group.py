@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch._C import _distributed_c10d
 
@@ -74,9 +75,11 @@ class RankGroup:
         self._summed, self._from_leader = _dist.AllreduceOptions(), _dist.BroadcastOptions()
         self._from_leader.rootRank = LEADER
         self._gathered, self._exchanged = _c10d.AllgatherOptions(), _dist.AllToAllOptions()
-        self._summed_parts = _dist.ReduceScatterOptions()
+        self._summed_parts, self._to_leader = _dist.ReduceScatterOptions(), _dist.GatherOptions()
+        self._to_leader.rootRank = LEADER
         # on the stream of steps and not on one of NCCL's own: a CUDA graph then has no fork and join for each sum
-        for options in (self._summed, self._from_leader, self._gathered, self._exchanged, self._summed_parts):
+        of_all = self._summed, self._from_leader, self._gathered, self._exchanged, self._summed_parts, self._to_leader
+        for options in of_all:
             options.asyncOp = host_waits
 
     @contextmanager
@@ -90,7 +93,7 @@ class RankGroup:
 
     def sum(self, part: Tensor) -> Tensor:
         """Returns the sum of all ranks' parts, with the same bits on all ranks. May write to `part`."""
-        if self._is_alone:
+        if self._is_alone or not part.numel():  # no row: no sequence samples, and the last layer computes nothing
             return part
         if self.kernels is not None and (total := self.kernels.sum(part)) is not None:
             return total
@@ -158,14 +161,13 @@ class RankGroup:
         """
         if self._is_alone:
             return part.new_zeros(len(part), sum(widths))
-        part = part.contiguous()
+        sent = F.pad(part, (0, max(widths) - part.shape[1])).contiguous()  # a gather takes equal shapes
+        parts = [torch.empty_like(sent) for _ in widths] if self.is_leader else []
+        received = [[_bytes(one) for one in parts]] if self.is_leader else []
+        self.wait(self._group.gather(received, [_bytes(sent)], self._to_leader))
         if not self.is_leader:
-            self.wait(self._group.send([_bytes(part)], LEADER, 0))
             return part
-        parts = [part, *(part.new_empty((len(part), width)) for width in widths[1:])]
-        for work in [self._group.recv([_bytes(one)], rank, 0) for rank, one in enumerate(parts) if rank != LEADER]:
-            self.wait(work)
-        return torch.cat(parts, 1)
+        return torch.cat([one[:, :width] for one, width in zip(parts, widths, strict=True)], 1)
 
     def copy_from_leader(self, tensor: Tensor) -> None:
         """Writes what the leader has there to `tensor`, which is contiguous, on the other ranks."""

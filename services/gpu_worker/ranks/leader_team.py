@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 # multicast of NVLink fails where one process may not see all GPUs of a host
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
+    "NCCL_GRAPH_REGISTER": "0",  # graphs share memory that others free: a registration of it may hang a replay
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",  # each rank sees its own GPU alone, as number 0
     "NCCL_SOCKET_IFNAME": "lo",

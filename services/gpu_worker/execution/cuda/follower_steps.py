@@ -107,6 +107,7 @@ class DeviceFollowerSteps:
         match command:
             case ReplayGraph(key, words):
                 graph = self._graphs[key]
+                assert len(words) == graph.words.nbytes, "a graph was replayed with the words of another step"
                 if words:
                     graph.words.copy_(self._on_device(np.frombuffer(words, np.int32).copy()))
                 graph.graph.replay()

@@ -55,9 +55,14 @@ class PrefillGraph:
         words = buffers.words(len(self.words))
         write_step(words, self.descriptor, step, table)
         self.words.copy_(words, non_blocking=True)
+        self.replay(words, needs_processing)
+
+    def replay(self, host: Tensor, needs_processing: bool) -> None:
+        """Replays forward pass and sampling. host: what `words` has, in host memory: followers get it with each replay,
+        and what theirs had before is another step, or nothing."""
         if isinstance(self.forward, MirroredReplay):
             num_logits = None if self.descriptor.keeps_hidden else self.descriptor.num_seqs
-            self.forward.replay(host_words(words, self.descriptor, num_logits))
+            self.forward.replay(host_words(host, self.descriptor, num_logits))
         else:
             self.forward.replay()
         self.samples[needs_processing].replay()
@@ -177,16 +182,16 @@ class CudaGraphRecorder:
             with self._pool.capturing_on(self._stream, sample):
                 step.sample(sampler_input, needs_processing)
         num_bytes = torch.cuda.memory_reserved(self._device) - before
+        graph = PrefillGraph(descriptor, words, replay, samples, sampler_input.hidden)
         for _ in range(2):  # the first replay uploads the graph
             self._begin(descriptor)
             torch.cuda.synchronize(self._device)
             start = time.perf_counter()
-            replay.replay()
-            samples[0].replay()
+            graph.replay(host, needs_processing=False)
             torch.cuda.synchronize(self._device)
         # Other graphs may overwrite its output in the pool: none runs between forward pass and sampling.
         measured = GraphCost(launch_s, time.perf_counter() - start, num_bytes, peak_bytes)
-        return CapturedPrefill(PrefillGraph(descriptor, words, replay, samples, sampler_input.hidden), measured)
+        return CapturedPrefill(graph, measured)
 
     def _begin(self, descriptor: BatchDescriptor) -> None:
         """Prepares a trial: all rows are padding, and it has the number of the last step."""

@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from rank_logits import CPU
@@ -20,11 +22,19 @@ from blockyard.services.gpu_worker.execution.cuda.decode_graphs import (
     ForwardOutput,
     MirroredReplay,
 )
-from blockyard.services.gpu_worker.execution.cuda.follower_steps import DeviceFollowerSteps
+from blockyard.services.gpu_worker.execution.cuda.follower_steps import DeviceFollowerSteps, FollowerGraph
+from blockyard.services.gpu_worker.execution.cuda.prefill_graphs import PrefillGraph
+from blockyard.services.gpu_worker.execution.cuda.prefill_steps import BatchDescriptor, write_trial
 from blockyard.services.gpu_worker.execution.cuda.stored_layers import LayerEvents
 from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror, LeaderModel
 from blockyard.services.gpu_worker.host_link import SameMemory
-from blockyard.services.gpu_worker.parallel.commands import BeginGraph, DropGraph, Followers, InstallKernels
+from blockyard.services.gpu_worker.parallel.commands import (
+    BeginGraph,
+    DropGraph,
+    Followers,
+    InstallKernels,
+    ReplayGraph,
+)
 from blockyard.shared.messages import KVSend, SlotRun, StepPlan
 from blockyard.shared.messages.base import Frame
 
@@ -107,6 +117,33 @@ def test_graphs_that_are_captured_again_are_dropped_by_all(ranks: TwoRanks, monk
     assert [frame.key for frame in sent if isinstance(frame, BeginGraph)] == [1, 2]
     assert sent[-1] == DropGraph(2) and [size.rows for size in steps._graphs] == [1]
     steps._graphs.clear()
+
+
+@pytest.mark.parametrize("keeps_hidden", [False, True])
+def test_each_replay_of_a_prefill_tells_followers_its_words(ranks: TwoRanks, *, keeps_hidden: bool) -> None:
+    """Also that of a trial: without words they would compute what their memory had before."""
+    sent: list[Frame] = []
+    size = BatchDescriptor(4, 9, 3, 5, keeps_hidden=keeps_hidden)
+    words = torch.empty(sum(size.parts), dtype=torch.int64)
+    write_trial(words, size, 100)
+    assert isinstance(ranks.runner.model, LeaderModel)
+    mirror = DeviceMirror(lambda frame, to=Followers.ALL: sent.append(frame), ranks.runner.model.ranks, SameMemory())
+    graph = PrefillGraph(size, words, MirroredReplay(Mark(), 1, mirror), (Mark(), Mark()))
+    graph.replay(words, needs_processing=False)
+    (replayed,) = sent
+    assert isinstance(replayed, ReplayGraph)
+    tokens = np.frombuffer(replayed.words, np.int32)
+    assert len(tokens) == 3 * 9 + (3 + 1) + (0 if keeps_hidden else 2 * 5)
+    assert tokens[:9].tolist() == list(range(4, 13))
+
+
+def test_a_follower_refuses_a_replay_without_the_words_of_its_graph(ranks: TwoRanks) -> None:
+    assert isinstance(ranks.runner.model, LeaderModel)
+    model, pool, groups = ranks.runner.model, ranks.runner.pool, ranks.runner.model.ranks
+    steps = DeviceFollowerSteps(model, pool, groups, ranks.runner.geometry, ReferenceOps())
+    steps._graphs[1] = FollowerGraph(cast(torch.cuda.CUDAGraph, Mark()), torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(AssertionError, match="words of another step"):
+        steps.do(ReplayGraph(1, b""))
 
 
 def test_a_follower_installs_the_kernels_of_its_leader(ranks: TwoRanks) -> None:

@@ -20,6 +20,7 @@ class FirstDecoder:
     """Layers without a head, which do not prune rows."""
 
     shape = SimpleNamespace(num_outputs=0, vocab_size=VOCAB)
+    hidden_size = HIDDEN
     table = adapter_rows = adaptable = None
 
     def forward(self, step: Step) -> Tensor:
@@ -38,7 +39,7 @@ class SentRows:
         self.sent.append(rows)
 
 
-@pytest.mark.parametrize("num_logits", [None, 2])
+@pytest.mark.parametrize("num_logits", [None, 2, 8])
 def test_a_first_stage_sends_all_rows_and_has_as_many_logits_as_the_last(num_logits: int | None) -> None:
     link = SentRows()
     stage = cast(Stage, SimpleNamespace(layers=range(1), is_last=False))
