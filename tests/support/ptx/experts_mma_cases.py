@@ -88,6 +88,6 @@ GROUPED = (
     Case(form="int4 g128", rows=3, inputs=288, outs=36, tiling=MmaTiling(32, 1, 1), gate=Gate.SILU, tile=8),
 )
 SUMS = (
-    Case(form="nf4 g64", rows=2, inputs=160, outs=18, tiling=MmaTiling(16, 2, 1)),
+    Case(form="nf4 g64", rows=2, inputs=288, outs=18, tiling=MmaTiling(16, 2, 1)),
     Case(form="int4 rows uint8 zeros", rows=1, inputs=256, outs=16, tiling=MmaTiling(16, 4, 2)),
 )

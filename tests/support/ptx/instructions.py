@@ -11,7 +11,8 @@ def f32(bits: Bits) -> np.ndarray:
 
 
 def of_f32(values: np.ndarray) -> Bits:
-    return values.astype(np.float32).view(np.uint32).astype(np.uint64)
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32).view(np.uint32).astype(np.uint64)
 
 
 def half(bits: Bits, kind: str) -> np.ndarray:
@@ -32,12 +33,22 @@ def signed(bits: Bits, width: int) -> np.ndarray:
     return bits.astype(unsigned).view(kind).astype(np.int64)
 
 
-def lop3(a: Bits, b: Bits, c: Bits, table: int) -> Bits:
+def lop3(a: Bits, b: Bits, c: Bits, table: Bits) -> Bits:
     made = np.zeros_like(a)
     for row in range(8):
-        if table >> row & 1:
+        if int(table[0]) >> row & 1:
             made |= (a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c)
     return made
+
+
+def popc(value: Bits) -> Bits:
+    return np.array([int(one).bit_count() for one in value], np.uint64)
+
+
+def extract(value: np.ndarray, first: np.ndarray, length: int, is_signed: bool) -> Bits:
+    """The instruction bfe."""
+    made = value >> first & ((1 << length) - 1)
+    return (np.where(is_signed & (made >> (length - 1)), made - (1 << length), made)).view(np.uint64)
 
 
 def integers(name: str, numbers: list[np.ndarray], width: int) -> np.ndarray:
@@ -73,3 +84,6 @@ def prmt(a: Bits, b: Bits, selector: Bits) -> Bits:
         sign = (byte >> np.uint64(7)) * np.uint64(255)
         made |= np.where(nibble & np.uint64(8), sign, byte) << np.uint64(8 * i)
     return made
+
+
+BITWISE = {"lop3": lop3, "popc": popc, "prmt": prmt}

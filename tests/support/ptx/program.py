@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from ptx.instructions import f32, floats, half, integers, lop3, of_f32, of_half, prmt, signed
+from ptx.instructions import BITWISE, extract, f32, floats, half, integers, of_f32, of_half, signed
 from ptx.memory import Bits, Memory, Shared
 
 Line = tuple[str, str, list[str]]  # predicate or none, instruction, operands
@@ -256,19 +256,15 @@ class Program:
             numbers = [one.astype(np.int64) for one in given]
             if "wide" in parts and name == "mad":
                 numbers[2] = self._get(args[3], 2 * width).astype(np.int64)
-        if name == "popc":
-            return np.array([int(one).bit_count() for one in given[0]], np.uint64)
-        if name == "prmt":
-            return prmt(*given)
-        if name == "lop3":
-            return lop3(*given[:3], int(given[3][0]))
+        if name in BITWISE:
+            return BITWISE[name](*given)
         if name == "bfe":
-            value = numbers[0] >> numbers[1]
-            length = int(numbers[2][0])
-            value = value & ((1 << length) - 1)
-            if kind[0] == "s":
-                value = np.where(value >> (length - 1) & 1, value - (1 << length), value)
-            return value.view(np.uint64)
+            return extract(numbers[0], numbers[1], int(numbers[2][0]), kind[0] == "s")
+        if "hi" in parts:
+            assert name == "mul" and width <= 32
+            if kind[0] != "s":
+                return given[0] * given[1] >> np.uint64(width)
+            return (numbers[0] * numbers[1] >> width).view(np.uint64)
         with np.errstate(over="ignore"):
             return integers(name, numbers, width).astype(np.int64).view(np.uint64)
 
