@@ -107,6 +107,7 @@ ARCHITECTURES |= {
             ("Qwen3", "llama_style.qwen3", "Qwen 3, Qwen3-Reranker"),
             ("Gemma", "gemma.gemma", "Gemma 1"),
             ("Gemma2", "gemma.gemma2", "Gemma 2"),
+            ("Gemma3Text", "gemma.gemma3", "Gemma 3, EmbeddingGemma"),
         )
     },
     **{

@@ -146,8 +146,9 @@ def quantization_method(config: Mapping[str, Any], file: str = CONFIG) -> Quanti
 
 
 def has_fp8_kv(said: Mapping[str, Any]) -> bool:
-    """Whether quantization_config says that the KV cache has 8-bit floats: compressed-tensors' `kv_cache_scheme`,
-    modelopt's `kv_cache_quant_algo`. Raises ConfigError for one that no pool has."""
+    """Whether quantization_config says that the KV cache has 8-bit floats: compressed-tensors' `kv_cache_scheme`, that
+    of AutoFP8 and AMD, which is the word static, modelopt's `kv_cache_quant_algo`. Raises ConfigError for one that no
+    pool has."""
     said = stated(said)
     scheme = said.get("kv_cache_scheme")
     if isinstance(scheme, Mapping):
@@ -155,6 +156,8 @@ def has_fp8_kv(said: Mapping[str, Any]) -> bool:
         if words.get("strategy") == "attn_head":
             raise ConfigError(f"config.json: {KEY}: kv_cache_scheme has scales of heads; one scale of a layer is read")
         return words.get("num_bits") in ("8", "8.0") and words.get("type") == "float"
+    if isinstance(scheme, str) and scheme.lower() == "static":
+        return str(_said_method(said)).lower() == "fp8"
     algo = said.get("kv_cache_quant_algo")
     return isinstance(algo, str) and algo.upper() == "FP8"
 

@@ -36,7 +36,7 @@ def buffer_of(addresses_ptr, peer, half, half_elements, BITS: tl.constexpr):
 def take(place, inside, polls, failed_ptr, reported_ptr):
     """Waits until a tile of the own buffer has arrived, and empties its place. Returns its bits.
 
-    After `polls` more reads it gives up and says so. Returns how many of them are left as well: a program gives up once,
+    After `polls` more reads it gives up and says so. Returns also how many of them are left: a program gives up once,
     and waits for none of its other tiles.
     """
     EMPTY: tl.constexpr = _EMPTY_HALF_WORD if place.dtype.element_ty == tl.int16 else _EMPTY_WORD

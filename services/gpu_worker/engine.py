@@ -27,7 +27,7 @@ from blockyard.services.gpu_worker.execution.ranks.follower import Follower, Fol
 from blockyard.services.gpu_worker.execution.ranks.leader import LeaderModel, LeaderPool, LeaderStore
 from blockyard.services.gpu_worker.interfaces import Report
 from blockyard.services.gpu_worker.kv import scales as kv_scales
-from blockyard.services.gpu_worker.kv.pool import KVPool, block_bytes
+from blockyard.services.gpu_worker.kv.pool import KVPool, LargestOfRanks, block_bytes
 from blockyard.services.gpu_worker.layers.cpu_offload import HostWeights, describe_experts
 from blockyard.services.gpu_worker.loading import checkpoint, checkpoint_check, page_cache
 from blockyard.services.gpu_worker.loading.classifier_tokens import settle_classifier
@@ -242,7 +242,7 @@ def load(
         report.phase("reserving KV memory")
         pool = KVPool(model.shape, plan.num_blocks, config.block_size, kv_dtype, backend.device, config.batch_invariant)
         of_stages = None if stage is None or ranks is None else ranks.everyone.largest
-        report.note(*kv_scales.set_pool_scales(pool, scales, config, of_stages))
+        report.note(*kv_scales.set_pool_scales(pool, scales, config, of_stages, largest_of(table.ranks)))
         store = backend.make_store(host_plan, pool)
     geometry = geometry_of(model, eos_ids, config, need, plan.num_blocks, host_plan.num_blocks)
     experts = movable_experts(config, model, ranks)
@@ -336,6 +336,10 @@ def make_adapters(
     on_device = f", {size / 2**30:.2f} GiB of device memory" if size else ""
     report.note(f"adapters: {config.max_loras} in a step{on_device}, {held}, of rank {config.max_rank} at most")
     return WorkerAdapters(targets, places, limits, reader)
+
+
+def largest_of(ranks: RankGroup | None) -> LargestOfRanks | None:
+    return None if ranks is None else ranks.largest
 
 
 def start_pooled_steps(runner: Runner, output: PoolingOutput, backend: Backend, report: StartReport) -> None:

@@ -210,11 +210,6 @@ def check_ranks(values: Values, config: Mapping[str, Any]) -> None:
     heads = next((config[name] for name in QUERY_HEADS if isinstance(config.get(name), int)), size)
     if size > heads:
         raise ConfigError(f"{where} is more than the {heads} query heads of a layer")
-    if values.get("calculate-kv-scales", bool):
-        raise ConfigError(
-            f"{values.where('calculate-kv-scales')}: each rank would measure its own heads; give "
-            "--quantization-param-path"
-        )
 
 
 def expert_fields(values: Values, *, has_lora: bool) -> dict[str, Any]:

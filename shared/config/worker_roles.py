@@ -81,8 +81,6 @@ def num_expert_replicas(to_start: Sequence[WorkersOfRole], model: Checkpoint) ->
     if size == 1 or not values.get(EXPERTS, bool) or values["worker-cls"] == "mock" or not num:
         return 1
     where = f"{values.where(EXPERTS)} with {values.where(REPLICAS)} {size}"
-    if values["enable-lora"]:
-        raise ConfigError(f"{where}: {values.where('enable-lora')}: not built yet, a row's adapter does not go with it")
     if len(to_start) > 1 or to_start[0].num_workers != size:
         raise ConfigError(f"{where}: workers of --prefill-workers and --decode-workers have all experts each")
     if executor(values) == "ray":

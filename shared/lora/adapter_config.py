@@ -20,7 +20,7 @@ T = TypeVar("T")
 Rank = Annotated[int, msgspec.Meta(ge=1)]
 
 # how A and B are initialized changes the base weights as well: the product of a base that lacks it is wrong
-OTHER_BASES = ("pissa", "olora", "corda", "loftq")
+OTHER_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # fields with another computation than A and B, and what says that they are off
 REFUSED: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None),

@@ -12,9 +12,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -141,8 +142,10 @@ class StreamLog:
 decode_chunk = msgspec.json.Decoder(Chunk).decode
 
 
-async def stream(session: aiohttp.ClientSession, url: str, body: dict[str, object]) -> StreamLog:
-    """POSTs a streaming completion and reads it to its end."""
+async def stream(
+    session: aiohttp.ClientSession, url: str, body: dict[str, object], on_read: Callable[[], object] = lambda: None
+) -> StreamLog:
+    """POSTs a streaming completion and reads it to its end. on_read: called at each read."""
     log = StreamLog(time.perf_counter())
     async with session.post(f"{url}/v1/completions", json=body | {"stream": True}) as answer:
         if answer.status != 200:
@@ -150,6 +153,7 @@ async def stream(session: aiohttp.ClientSession, url: str, body: dict[str, objec
         rest = b""
         async for data in answer.content.iter_any():
             now = time.perf_counter()
+            on_read()
             *events, rest = (rest + data).split(b"\n\n")
             for event in events:
                 if not event.startswith(b"data: ") or event == b"data: [DONE]":
@@ -157,6 +161,20 @@ async def stream(session: aiohttp.ClientSession, url: str, body: dict[str, objec
                 log.events_s.append(now)
                 log.text += "".join(c.text for c in decode_chunk(event[6:]).choices)
     return log
+
+
+async def all_begin(tasks: Sequence[asyncio.Task[Any]], begun: Sequence[asyncio.Event]) -> None:
+    """Waits until all events are set, which streams do at their first read, so that a signal finds all under way.
+
+    tasks: what reads the streams. None of them may end before.
+    """
+    waiting = asyncio.gather(*(event.wait() for event in begun))
+    await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    if not waiting.done():
+        waiting.cancel()
+    for task in tasks:
+        if task.done():
+            raise AssertionError("a stream has ended before all have begun") from task.exception()
 
 
 async def streams(url: str, bodies: list[dict[str, object]]) -> list[StreamLog]:

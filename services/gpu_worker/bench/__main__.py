@@ -9,6 +9,7 @@ from blockyard.services.gpu_worker.bench.row import Row, ceilings
 from blockyard.shared.process import pipes
 
 FAMILIES = (  # one module for each
+    "adapters",
     "attention",
     "experts",
     "latent",
@@ -24,6 +25,7 @@ MEASURES: dict[str, Callable[[], list[Row]]] = {}  # by family
 if torch.cuda.is_available():
     # they import Triton, which comes only with CUDA builds of torch
     from blockyard.services.gpu_worker.bench import (
+        adapters,
         attention,
         experts,
         latent,
@@ -36,6 +38,7 @@ if torch.cuda.is_available():
     )
 
     _MODULES = (
+        adapters,
         attention,
         experts,
         latent,

@@ -4,6 +4,8 @@
 - `cuda/`: steps on a GPU, launched ahead of the host.
 - `cpu_steps.CpuSteps` computes a step before its launch returns. The host's table of slots is the state that it reads,
   so no state on a device has to be gathered and advanced beside it.
+- `pipelined_steps.PipelinedCpuSteps`: with pipeline stages on CPUs, the earlier ones compute a step while the last one
+  computes another.
 - `pooled_steps.PooledSteps` computes steps of decoders with pooled hidden states: no row is sampled.
 - `replica_steps.ReplicaSteps`: a step is launched once all replicas that have the experts together know its size.
 - `packed_graphs.PackedGraphs`: CUDA graphs of small steps of models without KV.

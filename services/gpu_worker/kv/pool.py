@@ -1,7 +1,7 @@
 """The KV blocks of all layers, as views of the worker's arena."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -27,6 +27,9 @@ class PoolMirror(Protocol):
     def scrub(self, blocks: Ints) -> None: ...
     def release(self, weights: bool) -> None: ...
     def reclaim(self, weights: bool, kv: bool) -> None: ...
+
+
+LargestOfRanks = Callable[[Tensor], Tensor]  # the largest value of all ranks, element by element
 
 
 class LayerKV(NamedTuple):
@@ -62,6 +65,7 @@ class KVPool:
         self.scales = torch.ones((shape.num_layers, 2), device=device) if dtype in FP8_MAX else None
         self.model_scales: Tensor | None = None  # of a pipeline stage: those of all layers of the model
         self.scales_pending = False
+        self.largest_scales: LargestOfRanks | None = None  # while they are measured; None: this rank has all heads
         scales = [None] * shape.num_layers if self.scales is None else self.scales.unbind()
         rules = [replace(it.rules, kv_scales=own) for it, own in zip(shape.attention, scales, strict=True)]
         self.batch_invariant = batch_invariant
@@ -94,9 +98,10 @@ class KVPool:
             if shape.latent_dim is not None:
                 self.scales[layer, 1] = scales[layer, 0]
 
-    def measure_next_prefill(self) -> None:
-        """The next step with a prefill sets the scales."""
-        self.scales_pending = True
+    def measure_next_prefill(self, largest: LargestOfRanks | None) -> None:
+        """The next step with a prefill sets the scales. largest: of the ranks that have the heads of a layer; they
+        measure in the same step."""
+        self.scales_pending, self.largest_scales = True, largest
 
     @contextmanager
     def trial_steps(self) -> Iterator[None]:
@@ -120,6 +125,8 @@ class KVPool:
     def _measured(self, layer: int, scales: Tensor) -> None:
         """Sets scales [2]. What prompts of one token have stored before is stored again with them."""
         assert self.scales is not None
+        if self.largest_scales is not None:
+            scales = self.largest_scales(scales.contiguous())
         stored = self.layers[layer]
         factors, most = (self.scales[layer] / scales)[: stored.shape[1], None, None, None], FP8_MAX[self.dtype]
         for first in range(0, self.num_blocks, _BLOCKS):

@@ -1,13 +1,12 @@
 """Finds the scales of a KV cache in 8 bits: from the checkpoint, a file, or the first prompt of a request."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import torch
 from torch import Tensor
 
-from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.kv.pool import KVPool, LargestOfRanks
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError, LoadError
@@ -99,24 +98,29 @@ def read_scales(file: Path, scales: Tensor, first_layer: int, num_layers: int) -
 
 
 def set_pool_scales(
-    pool: KVPool, scales: Tensor, config: WorkerConfig, largest: Callable[[Tensor], Tensor] | None = None
+    pool: KVPool,
+    scales: Tensor,
+    config: WorkerConfig,
+    of_stages: LargestOfRanks | None = None,
+    of_heads: LargestOfRanks | None = None,
 ) -> list[str]:
-    """Sets the scales of a pool in 8 bits. scales: of the checkpoint. largest: of the ranks of all pipeline stages,
-    which call it, see `RankGroup.largest`; None: there is one stage. Returns notes. Raises LoadError."""
+    """Sets the scales of a pool in 8 bits. scales: of the checkpoint. of_stages: the largest of the ranks of all
+    pipeline stages, which call it, see `RankGroup.largest`; None: there is one stage. of_heads: of those that divide
+    the heads of a layer; None: one rank has all. Returns notes. Raises LoadError."""
     if pool.scales is None:
         return []
     kind = str(pool.dtype).removeprefix("torch.")
     if config.calculate_kv_scales:
-        pool.measure_next_prefill()
+        pool.measure_next_prefill(of_heads)
         return [f"KV scales: {kind}, from the first prompt of more than one token"]
     if config.kv_scales_path is not None:
         read_scales(Path(config.kv_scales_path), scales, pool.shape.first_layer, len(pool.shape.windows))
     pool.set_scales(scales)
     _check(scales)
-    if largest is not None:
+    if of_stages is not None:
         of_model = torch.zeros(len(pool.shape.windows), 2, device=pool.device)
         of_model[pool.shape.first_layer :][: len(scales)] = pool.scales
-        pool.model_scales = largest(of_model)  # a scale is above 0
+        pool.model_scales = of_stages(of_model)  # a scale is above 0
     source = config.kv_scales_path or "the checkpoint"
     if bool((scales == 1).all()):
         source = f"1, {source} has no others"

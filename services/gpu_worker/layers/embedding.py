@@ -83,9 +83,14 @@ class TokenEmbedding:
             found = F.embedding(token_ids.clamp(max=self.vocab_size - 1), self.weight)
             adapted.add_to(found, token_ids)
             return found
-        own = token_ids - self.own_tokens.start
-        is_elsewhere = (own < 0) | (own >= len(self.own_tokens))
-        found = F.embedding(own.masked_fill_(is_elsewhere, 0), self.weight)
+        own, num = token_ids - self.own_tokens.start, len(self.own_tokens)
+        if adapted is None or self.own_tokens.stop < self.vocab_size:
+            is_elsewhere = (own < 0) | (own >= num)
+            rows = own.masked_fill_(is_elsewhere, 0)
+        else:  # the last rank has the rows of tokens that an adapter adds
+            is_elsewhere = own < 0
+            rows = own.masked_fill_(is_elsewhere, 0).clamp(max=num - 1)
+        found = F.embedding(rows, self.weight)
         if adapted is not None:
             adapted.add_to(found, own)
         return self._ranks.sum(found.masked_fill_(is_elsewhere[:, None], 0))

@@ -29,6 +29,7 @@ OF_SUMS = (Fusion.ADD, Fusion.GATED_ADD)
 
 Product = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
 RoundedProduct = Callable[[RoundedRows], Tensor]  # the same of rows that are rounded
+AppendColumns = Callable[[Tensor, Tensor], Tensor]  # [rows, out] and [rows, in] -> [rows, out and more]
 
 
 class FusedProduct(Protocol):
@@ -61,6 +62,7 @@ class Linear:
 
     __slots__ = (
         "_adapted",
+        "_append",
         "_default",
         "_fused",
         "_join",
@@ -87,6 +89,7 @@ class Linear:
         self._wrappers: list[Callable[[Product], Product]] = []
         self._adapted: AdaptedRows | None = None
         self._join: Product | None = None
+        self._append: AppendColumns | None = None
         self._default: Product = method.apply
         self.rounding: InputRounding | None = None  # of inputs that `of_rounded` takes; None: it takes none
         self._rounded: Mapping[int, RoundedProduct] = {}
@@ -156,6 +159,10 @@ class Linear:
         """
         self.fusion, self._fused, self.rounding, self._join = Fusion.NONE, {}, None, join
 
+    def append(self, append: AppendColumns) -> None:
+        """Makes each output `append` of the joined product and the input, in steps in which a row has an adapter."""
+        self._append = append
+
     @property
     def _is_plain(self) -> bool:
         """Whether kernels may take the place of the product."""
@@ -199,9 +206,12 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         out = self._products.get(x.shape[0], self._default)(x)
-        if self._adapted is not None and self._adapted.is_active:
-            out = self._adapted.add_to(out, x)
-        return out if self._join is None else self._join(out)
+        if self._adapted is None or not self._adapted.is_active:
+            return out if self._join is None else self._join(out)
+        out = self._adapted.add_to(out, x)
+        if self._join is not None:
+            out = self._join(out)
+        return out if self._append is None else self._append(out, x)
 
     def of_rounded(self, rows: RoundedRows) -> Tensor:
         product = self._rounded.get(rows.codes.shape[0], self._rounded_default)

@@ -36,6 +36,11 @@ class TensorHeaders:
         """None: the checkpoint has no such tensor, or its headers are not known, as with dummy weights."""
         return self._headers.get(bare(name))
 
+    def has_part(self, name: str) -> bool:
+        """Whether the checkpoint has tensors of the module `name`."""
+        prefix = f"{bare(name)}."
+        return any(one.startswith(prefix) for one in self._headers)
+
 
 @contextmanager
 def naming(file: Path) -> Iterator[None]:

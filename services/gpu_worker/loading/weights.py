@@ -342,6 +342,14 @@ class WeightTable:
         notes = [f"{what}: {_shortened([*names])}" for what, names in self._notes.items()]
         return [*([f"not used: {', '.join(found)}"] if found else []), *own, *notes]
 
+    def names_besides_groups(self) -> set[str]:
+        """Names, without their last parts, of weights that are placed one by one, not by `place_group`, and of what the
+        checkpoint has and this worker does not use."""
+        names = (self.places.keys() - self._groups.keys()).union(*self._unused.values())
+        if self.whole is not None:
+            names |= self.whole.places.keys()
+        return {name.rpartition(".")[0] for name in names}
+
     def wants(self, name: str) -> bool:
         """Whether the model needs this name. Raises LoadError for an unknown one."""
         known = self._known(name)

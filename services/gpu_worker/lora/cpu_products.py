@@ -17,7 +17,7 @@ from blockyard.services.gpu_worker.lora.cpu_token_products import (
 )
 from blockyard.services.gpu_worker.lora.joined_deltas import JoinedDeltas
 from blockyard.services.gpu_worker.lora.places import HostAdapter
-from blockyard.services.gpu_worker.lora.targets import layer_shares
+from blockyard.services.gpu_worker.lora.targets import adapted_linears, layer_shares
 from blockyard.services.gpu_worker.lora.token_rows import ReplacedRows, TokenDeltas
 from blockyard.services.gpu_worker.models.interface import Model
 
@@ -26,10 +26,9 @@ class CpuAdaptedRows:
     """Implements `AdaptedRows` for one layer."""
 
     def __init__(self, linear: Linear, rows: AdapterRows) -> None:
-        self._linear, self._rows = linear, rows
+        self.linear, self._rows = linear, rows
         self._places: dict[int, JoinedDeltas] = {}
         self._replaced: dict[int, ReplacedRows] = {}  # of a head, by place
-        self.added: CpuAddedColumns | None = None  # of a head, once an adapter has added tokens
 
     @property
     def is_active(self) -> bool:
@@ -37,7 +36,7 @@ class CpuAdaptedRows:
 
     @property
     def is_batch_invariant(self) -> bool:
-        return self._linear.is_batch_invariant
+        return self.linear.is_batch_invariant
 
     def put(self, place: int, joined: JoinedDeltas | None, replaced: ReplacedRows | None = None) -> None:
         """Gives a place another adapter; without arguments: one that does not change this layer."""
@@ -52,10 +51,9 @@ class CpuAdaptedRows:
         return self._rows.only(rows)
 
     def add_to(self, out: Tensor, x: Tensor) -> Tensor:
-        groups = self._rows.groups()
-        for place, rows in groups:
+        for place, rows in self._rows.groups():
             if (replaced := self._replaced.get(place)) is not None:
-                replace_logits(out, x, rows, replaced, batch_invariant=self._linear.is_batch_invariant)
+                replace_logits(out, x, rows, replaced, batch_invariant=self.linear.is_batch_invariant)
             joined = self._places.get(place)
             if joined is None:
                 continue
@@ -65,7 +63,7 @@ class CpuAdaptedRows:
                     part.add_(added)
                 else:
                     part.index_add_(0, rows, added.to(out.dtype))
-        return out if self.added is None else self.added.append(out, x, groups)
+        return out
 
 
 class CpuPlaces:
@@ -73,7 +71,8 @@ class CpuPlaces:
 
     def __init__(self, model: Model, num_places: int, *, fully_sharded: bool = False) -> None:
         """fully_sharded: see `LayerShare`."""
-        rows, linears, ups = model.adapter_rows, model.linears(), model.adaptable.up_projections
+        linears, ups = adapted_linears(model), model.adaptable.up_projections
+        rows = self._rows = model.adapter_rows
         self.num_places = num_places
         of_linears = [CpuAdaptedRows(linear, rows) for linear in linears]
         for linear, layer in zip(linears, of_linears, strict=True):
@@ -84,6 +83,7 @@ class CpuPlaces:
             up.adapt(heads)
         self._linears, self._ups = of_linears, of_ups  # as `targets.adapted_layers`
         self._shares, self._ranks = layer_shares(model, fully_sharded=fully_sharded), model.table.ranks
+        self._is_leader = model.table.shard.rank == 0  # which has the logits of all ranks
         self._added: CpuAddedColumns | None = None
         self._embedding = CpuAdaptedEmbedding(rows, batch_invariant=batch_invariant)
         if model.adaptable.embedding is not None:
@@ -116,8 +116,9 @@ class CpuPlaces:
             self._embedding.put(place, tokens.embedding)
 
     def _put_added(self, place: int, tokens: TokenDeltas) -> None:
-        if tokens.num_added and tokens.head_layer is not None and self._added is None:
-            head = self._linears[tokens.head_layer]
-            self._added = head.added = CpuAddedColumns(batch_invariant=head.is_batch_invariant)
+        if tokens.num_added and tokens.head_layer is not None and self._is_leader and self._added is None:
+            head = self._linears[tokens.head_layer].linear
+            self._added = CpuAddedColumns(self._rows, batch_invariant=head.is_batch_invariant)
+            head.append(self._added.append)
         if self._added is not None:
             self._added.put(place, tokens.num_added, tokens.added_head)

@@ -1,7 +1,6 @@
 """What adapters change of embedding and head on the CPU."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -64,8 +63,8 @@ def replace_logits(out: Tensor, x: Tensor, index: Tensor | None, rows: ReplacedR
 class CpuAddedColumns:
     """The rows of the head that adapters have for the tokens that they add, by place."""
 
-    def __init__(self, *, batch_invariant: bool) -> None:
-        self._in_groups = batch_invariant
+    def __init__(self, rows: AdapterRows, *, batch_invariant: bool) -> None:
+        self._rows, self._in_groups = rows, batch_invariant
         self._places: dict[int, tuple[int, Tensor | None]] = {}
 
     def put(self, place: int, num_added: int, rows: Tensor | None) -> None:
@@ -74,12 +73,12 @@ class CpuAddedColumns:
         if num_added:
             self._places[place] = num_added, rows
 
-    def append(self, out: Tensor, x: Tensor, groups: Sequence[tuple[int, Tensor | None]]) -> Tensor:
+    def append(self, out: Tensor, x: Tensor) -> Tensor:
         """out [rows, vocab_size], x [rows, width] -> logits [rows, vocab_size + most added tokens of a row].
 
-        groups: of the rows, as `AdapterRows.groups` has them. Without added tokens it is `out` itself.
+        Without added tokens it is `out` itself.
         """
-        here = [(index, *self._places[place]) for place, index in groups if place in self._places]
+        here = [(index, *self._places[place]) for place, index in self._rows.groups() if place in self._places]
         if not here:
             return out
         size = out.shape[1]

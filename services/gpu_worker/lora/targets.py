@@ -16,7 +16,7 @@ from blockyard.services.gpu_worker.loading.checkpoint_names import bare
 from blockyard.services.gpu_worker.loading.linear_spec import MatrixPart, Split
 from blockyard.services.gpu_worker.lora.module_tensors import STACK_SUFFIX, STACKED, ModuleTensors, is_finite, listed
 from blockyard.services.gpu_worker.lora.ranks.layer_share import LayerShare
-from blockyard.services.gpu_worker.lora.token_rows import TokenTargets
+from blockyard.services.gpu_worker.lora.token_rows import HeadTarget, TokenTargets
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.shared.errors import AdapterError
 from blockyard.shared.lora.adapter_config import MAX_RANK, AdapterConfig
@@ -67,9 +67,16 @@ AdaptedLayer = Linear | UpProjection | AdaptableExpert
 
 def adapted_layers(model: Model) -> list[AdaptedLayer]:
     """The layers that adapters may change. Deltas name them by their index."""
-    matrices = (matrix for experts in model.experts() for matrix in experts.matrices())
-    experts = (one for matrix in matrices for one in matrix.experts())
-    return [*model.linears(), *model.adaptable.up_projections, *experts]
+    layers: list[AdaptedLayer] = [*adapted_linears(model), *model.adaptable.up_projections]
+    if model.table.exchange is None:
+        layers += [one for experts in model.experts() for matrix in experts.matrices() for one in matrix.experts()]
+    return layers
+
+
+def adapted_linears(model: Model) -> list[Linear]:
+    """The first of `adapted_layers`. Not experts that several workers have: rows reach them without their adapter."""
+    is_spread = model.table.exchange is not None
+    return [one for one in model.linears() if not (is_spread and EXPERT.match(_key(one.spec.parts[0].name)))]
 
 
 def layer_shares(model: Model, *, fully_sharded: bool = False) -> list[LayerShare]:
@@ -88,6 +95,7 @@ class ModelTargets:
         """whole: the declared model with all layers and experts; None: `model` has them all. fully_sharded: see
         `LayerShare`."""
         self._layers, self._table = adapted_layers(model), model.table
+        self._has_spread_experts = model.table.exchange is not None
         self.long_rotations, self._trained_len = model.adapter_rows.long_rotations, model.shape.max_positions
         self.vocab_size = model.shape.vocab_size
         self._shares = layer_shares(model, fully_sharded=fully_sharded)
@@ -106,7 +114,8 @@ class ModelTargets:
             number = int(found["number"]) + 1
             self._num_experts[found["stack"]] = max(number, self._num_experts.get(found["stack"], 0))
         head = self.find(HEAD)
-        self.tokens = TokenTargets(model, None if head is None else (head.name, head.layer), self._has_name)
+        of_head = None if head is None else HeadTarget(head.name, head.layer, adapted_linears(model)[head.layer])
+        self.tokens = TokenTargets(model, of_head, self._has_name)
 
     def long_context(self, context_length: int | None) -> tuple[int, int]:
         """The factor of an adapter for so many tokens, and the length of its longest sequence; 1 and 0: the model's.
@@ -135,6 +144,11 @@ class ModelTargets:
 
         max_rank: of one expert of a stack. Modules of layers that other ranks have are left to them.
         """
+        if self._has_spread_experts and (of_experts := [one.name for one in modules if _is_of_experts(one)]):
+            raise AdapterError(
+                f"the adapter changes experts, such as {of_experts[0]}: workers that have them together serve adapters "
+                "of other layers (--data-parallel-size with --enable-expert-parallel)"
+            )
         if missing := [module.name for module in modules if not self._has(module)]:
             raise AdapterError(f"this model has no layer for {listed(missing)}")
         found: dict[int, list[Delta]] = {}
@@ -277,6 +291,10 @@ def _shape(layer: AdaptedLayer) -> tuple[int, int]:
 def _key(name: str) -> str:
     """The name by which a module is found: transformers calls the mixtures of some checkpoints otherwise."""
     return bare(name).replace("block_sparse_moe.", "mlp.")
+
+
+def _is_of_experts(module: ModuleTensors) -> bool:
+    return module.is_stack or EXPERT.match(_key(module.name)) is not None
 
 
 def _stack(module: ModuleTensors) -> str:

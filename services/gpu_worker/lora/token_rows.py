@@ -45,7 +45,7 @@ class TokenDeltas:
     head_rows: ReplacedRows | None = None
     head_layer: int | None = None  # index of the head in the layers that adapters may change
     num_added: int = 0  # tokens behind the vocabulary, whose rows of the embedding are in `embedding` ...
-    added_head: Tensor | None = None  # ... and whose rows of the head are these; None: they are not generated
+    added_head: Tensor | None = None  # ... and whose rows of the head are these; None: they are not generated here
 
     def tensors(self) -> list[Tensor]:
         one = self.embedding or EmbeddingDelta()
@@ -54,18 +54,25 @@ class TokenDeltas:
         return [tensor for tensor in found if tensor is not None]
 
 
+@dataclass(frozen=True, slots=True)
+class HeadTarget:
+    """The output layer of a model."""
+
+    name: str  # of its module
+    layer: int  # index in the layers that adapters may change
+    linear: Linear
+
+
 class TokenTargets:
     """The embedding and the head of one model, under the names of their modules."""
 
-    def __init__(self, model: Model, head: tuple[str, int] | None, has_module: Callable[[str], bool]) -> None:
-        """head: the name of its module, and its index in the model's linear layers; None: it has none. has_module:
-        whether a rank has a linear layer of this name."""
+    def __init__(self, model: Model, head: HeadTarget | None, has_module: Callable[[str], bool]) -> None:
+        """head: None: the model has none here. has_module: whether a rank has a linear layer of this name."""
         self._embedding, self._dtype, self._stage = model.adaptable.embedding, model.table.dtype, model.table.stage
         self._shard, self._has_module = model.table.shard, has_module
         self._head, self._head_name, self._head_layer = None, "", None
         if head is not None:
-            self._head_name, self._head_layer = bare(head[0]), head[1]
-            self._head = model.linears()[head[1]]
+            self._head_name, self._head_layer, self._head = bare(head.name), head.layer, head.linear
 
     def names(self) -> list[str]:
         return [] if self._embedding is None else [self._embedding.name]
@@ -81,8 +88,6 @@ class TokenTargets:
         added = cut_added(of_embedding, of_head, TokenMatrix(*_shape(embedding)), config, is_tied=is_tied)
         if added is None:
             return None
-        if self._stage is not None or self._shard.size > 1:
-            raise AdapterError(f"the adapter adds {len(added)} tokens: a worker of one rank serves such adapters")
         if self._head is not None and self._head.spec.bias and added.head is not None:
             raise AdapterError(f"the adapter adds tokens to {self._head_name}, which has a bias")
         if len(added) > most:
@@ -122,8 +127,19 @@ class TokenTargets:
                 )
         deltas = TokenDeltas(embedding, head_rows, self._head_layer)
         if added is not None and self._embedding is not None:
-            return _with_added(deltas, added, self._embedding.vocab_size, dtype)
+            return self._with_added(deltas, added, self._embedding, dtype)
         return None if embedding is None and head_rows is None else deltas
+
+    def _with_added(
+        self, deltas: TokenDeltas, added: AddedRows, embedding: TokenEmbedding, dtype: torch.dtype
+    ) -> TokenDeltas:
+        """The last rank of the first stage has the rows of the embedding, and the leader those of the head."""
+        head = None if added.head is None or self._shard.rank else added.head.to(dtype).contiguous()
+        deltas = replace(deltas, num_added=len(added), added_head=head)
+        if (self._stage is None or self._stage.is_first) and embedding.own_tokens.stop == embedding.vocab_size:
+            before, num = deltas.embedding or EmbeddingDelta(), len(embedding.own_tokens)
+            deltas = replace(deltas, embedding=_longer(before, num, added.embedding.to(dtype).contiguous()))
+        return deltas
 
     def _embedding_delta(
         self, embedding: TokenEmbedding, module: ModuleTensors, config: AdapterConfig, dtype: torch.dtype, most: int
@@ -198,16 +214,13 @@ class TokenTargets:
         return torch.nonzero(off > lengths * TOLERANCE[exact] + 1e-30).flatten() + here.start
 
 
-def _with_added(deltas: TokenDeltas, added: AddedRows, vocab_size: int, dtype: torch.dtype) -> TokenDeltas:
-    """LoRA matrices do not change rows of added tokens further: `cut_added` has added their products."""
-    before = deltas.embedding or EmbeddingDelta()
-    ids, values = torch.arange(vocab_size, vocab_size + len(added)), added.embedding.to(dtype).contiguous()
+def _longer(before: EmbeddingDelta, num_tokens: int, rows: Tensor) -> EmbeddingDelta:
+    """With rows of tokens behind `num_tokens`. LoRA matrices change them no further: `cut_added` has added these."""
+    ids, values = torch.arange(num_tokens, num_tokens + len(rows)), rows
     if before.rows is not None:
         ids, values = torch.cat([before.rows.token_ids, ids]), torch.cat([before.rows.values, values])
-    a = None if before.a is None else torch.cat([before.a, before.a.new_zeros(len(added), before.a.shape[1])])
-    head = None if added.head is None else added.head.to(dtype).contiguous()
-    embedding = EmbeddingDelta(a, before.b, ReplacedRows(ids, values))
-    return replace(deltas, embedding=embedding, num_added=len(added), added_head=head)
+    a = None if before.a is None else torch.cat([before.a, before.a.new_zeros(len(rows), before.a.shape[1])])
+    return EmbeddingDelta(a, before.b, ReplacedRows(ids, values))
 
 
 def _shape(own: TokenEmbedding | Linear) -> tuple[int, int]:

@@ -129,6 +129,7 @@ class DeviceForward(Frame, frozen=True):
     words: bytes = b""
     num_vectors: int = 0  # tokens with a vector as input: their rows, int64, and the vectors follow as collectives
     vector_width: int = 0
+    measures_scales: bool = False  # K and V of its prompts set the scales of the KV memory, see `KVPool`
 
 
 class PackedForward(Frame, frozen=True):

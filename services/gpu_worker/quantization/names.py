@@ -30,17 +30,33 @@ T = TypeVar("T")
 class NamesOfFile(Protocol):
     """Names or expressions of a file, which remember what meant something."""
 
+    def match(self, name: str) -> bool:
+        """Whether one of them means what has this name in the checkpoint."""
+
     def unused(self) -> list[str]:
-        """The names that have meant no matrix so far."""
+        """Those that have meant nothing so far."""
 
 
 class NamePatterns:
-    """The names of one list of a file. Implements `NamesOfFile`."""
+    """The names of one list of a file. Implements `NamesOfFile`.
+
+    Lists may have a name for each of a hundred layers, and mixtures ten thousands of matrices: plain names are looked
+    up, and all globs are one expression first.
+    """
 
     def __init__(self, patterns: Iterable[str]) -> None:
         """Raises ConfigError for a regular expression that is none."""
         self._patterns = tuple(dict.fromkeys(patterns))
-        self._tests = {pattern: _Test(pattern) for pattern in self._patterns}
+        self._plain = dict[str, list[str]]()  # by the name without prefixes
+        self._expressions, self._globs = dict[str, re.Pattern[str]](), dict[str, re.Pattern[str]]()
+        for pattern in self._patterns:
+            if pattern.startswith(REGEX):
+                self._expressions[pattern] = compile_regex(pattern.removeprefix(REGEX), pattern)
+            elif any(mark in pattern for mark in _MARKS):
+                self._globs[pattern] = re.compile(_of_globs(pattern))
+            else:
+                self._plain.setdefault(bare(pattern.removesuffix(".")), []).append(pattern)
+        self._any_glob = re.compile(_of_globs(*self._globs)) if self._globs else None
         self._used: set[str] = set()
 
     def match(self, name: str) -> bool:
@@ -51,36 +67,33 @@ class NamePatterns:
         return bool(parts) and all([self._match_one(one) for one in parts])
 
     def _match_one(self, name: str) -> bool:
-        found = [pattern for pattern, test in self._tests.items() if test.match(name)]
+        found, names = list[str](), variants(name)
+        if self._plain:
+            runs = {run for one in {bare(one) for one in names} for run in _runs(one)}
+            found += [pattern for run in runs for pattern in self._plain.get(run, ())]
+        found += _matching(self._expressions, names)
+        if self._any_glob is not None and any(map(self._any_glob.match, names)):
+            found += _matching(self._globs, names)
         self._used.update(found)
         return bool(found)
 
     def unused(self) -> list[str]:
-        """The patterns that have meant no matrix so far."""
         return [pattern for pattern in self._patterns if pattern not in self._used]
 
 
-class _Test:
-    """One pattern."""
+def _matching(expressions: Mapping[str, re.Pattern[str]], names: Sequence[str]) -> list[str]:
+    return [pattern for pattern, expression in expressions.items() if any(map(expression.match, names))]
 
-    def __init__(self, pattern: str) -> None:
-        self._regex: re.Pattern[str] | None = None
-        self._glob: str | None = None
-        self._parts: list[str] = []
-        if pattern.startswith(REGEX):
-            self._regex = compile_regex(pattern.removeprefix(REGEX), pattern)
-        elif any(mark in pattern for mark in _MARKS):
-            self._glob = pattern
-        else:
-            self._parts = bare(pattern.removesuffix(".")).split(".")
 
-    def match(self, name: str) -> bool:
-        names = variants(name)
-        if self._regex is not None:
-            return any(self._regex.match(one) for one in names)
-        if self._glob is not None:
-            return any(fnmatch.fnmatchcase(one, glob) for one in names for glob in (self._glob, f"{self._glob}.*"))
-        return any(_contains(bare(one).split("."), self._parts) for one in names)
+def _of_globs(*globs: str) -> str:
+    """An expression for the names that globs mean, also for what is below them."""
+    return "|".join(fnmatch.translate(one) for glob in globs for one in (glob, f"{glob}.*"))
+
+
+def _runs(name: str) -> list[str]:
+    """All parts of a name that stand side by side: "a.b" has "a", "a.b" and "b"."""
+    parts = name.split(".")
+    return [".".join(parts[i : j + 1]) for i in range(len(parts)) for j in range(i, len(parts))]
 
 
 def compile_regex(text: str, shown: str) -> re.Pattern[str]:
@@ -136,6 +149,9 @@ class SettingsByName(Generic[T]):
                 return self._settings[name]
         return None
 
+    def match(self, name: str) -> bool:
+        return self.find(*variants(name)) is not None
+
     def unused(self) -> list[str]:
         return [name for name in self._settings if name not in self._used]
 
@@ -159,6 +175,9 @@ class SettingsByPattern(Generic[T]):
                 return key, self._settings[key]
         return None
 
+    def match(self, name: str) -> bool:
+        return self.find(name) is not None
+
     def unused(self) -> list[str]:
         return [key for key in self._settings if key not in self._used]
 
@@ -167,7 +186,3 @@ def _without(marks: tuple[str, ...], key: str) -> str:
     for mark in marks:
         key = key.removeprefix(mark)
     return key
-
-
-def _contains(parts: Sequence[str], some: Sequence[str]) -> bool:
-    return any(list(parts[i : i + len(some)]) == list(some) for i in range(len(parts) - len(some) + 1))

@@ -37,10 +37,12 @@ from blockyard.services.gpu_worker.quantization.kept.form import (
     kinds,
 )
 from blockyard.services.gpu_worker.quantization.method import ExpertMethod, Fusion, LinearMethod
+from blockyard.services.gpu_worker.quantization.names import HEAD
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, Scheme, StoredMatrix
 from blockyard.shared.errors import ConfigError, LoadError
 
 GB = 1e9  # bytes
+MOST_NAMED = 10  # names of a file in one line
 
 
 class QuantizedFormat:
@@ -145,30 +147,38 @@ class QuantizedFormat:
         numbers = _as_numbers(stored, spec.in_features, dtype)
 
         def to_kept(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            if len(tensors) > 1:  # a format may take unquantized weights, too
-                table.note("dequantized at load", one.name)
+            if stored.is_certain or len(tensors) > 1:  # a format may take unquantized weights, too
+                self._dequantized.add(table, one.name, weight, [stored])
             return numbers.to_kept(tensors)
 
         _Placement(table, spec, numbers.form, {WEIGHT: weight}).place([replace(numbers, to_kept=to_kept)])
         return weight
 
     def _name_unused(self, table: WeightTable) -> None:
-        for patterns in self._scheme.patterns():
-            for pattern in patterns.unused():
-                table.note("quantization_config names what the model does not have", pattern)
+        """Files may also name norms and heads, tied ones too, and parts of the checkpoint that are not used."""
+        unused = list[str]()
+        for names in self._scheme.patterns():
+            for other in {HEAD, *table.names_besides_groups()} if names.unused() else ():
+                names.match(other)
+            unused += names.unused()
+        if unused:
+            more = f" and {len(unused) - MOST_NAMED} more" if len(unused) > MOST_NAMED else ""
+            table.note("quantization_config names what the model does not have", ", ".join(unused[:MOST_NAMED]) + more)
 
 
 class _Dequantized:
     """The matrices that are kept as numbers although the file has them quantized."""
 
     def __init__(self) -> None:
-        self._name, self._bytes, self._stored_bytes = "", 0, 0
+        self._name, self._bytes, self._stored_bytes, self._lock = "", 0, 0, Lock()
 
     def add(self, table: WeightTable, name: str, weight: Tensor, stored: Sequence[StoredMatrix]) -> None:
-        table.note("dequantized at load", name)
+        """Several threads that read files may call it."""
         headers = [table.headers.find(tensor.name) for one in stored for tensor in one.tensors.values()]
-        self._name, self._bytes = self._name or name, self._bytes + weight.nbytes
-        self._stored_bytes += sum(one.size_bytes for one in headers if one is not None)
+        with self._lock:
+            table.note("dequantized at load", name)
+            self._name, self._bytes = self._name or name, self._bytes + weight.nbytes
+            self._stored_bytes += sum(one.size_bytes for one in headers if one is not None)
 
     def name_memory(self, table: WeightTable) -> None:
         """Says what a rank keeps, and what the file has for all ranks."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from blockyard.services.gpu_worker.loading.weights import FLOATS
 from blockyard.services.gpu_worker.quantization.names import HEAD, NamePatterns, is_left_out
 from blockyard.services.gpu_worker.quantize.rounding import Rounding, config, round_matrix
+from blockyard.shared.config.pooling.sentence_modules import module_folders
 from blockyard.shared.config.text_part import text_part
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.json_objects import read_json
@@ -25,7 +26,7 @@ from blockyard.shared.quantization_settings.files import read_quantization
 INDEX = "model.safetensors.index.json"
 WEIGHT = ".weight"
 CONV1D = frozenset({"GPT2LMHeadModel", "OpenAIGPTLMHeadModel"})  # architectures
-_BLOCK = re.compile(r"^(.*?(?:layers|h|blocks)\.\d+)\.")
+_BLOCK = re.compile(r"^(.*?(?:layers?|h|blocks)\.\d+)\.")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # ends of names of files that are not copied
 
 
@@ -66,14 +67,16 @@ def quantize(source: Path, target: Path, how: Rounding) -> Written:
         raise ConfigError(f"{source}: no .safetensors files")
     if target.exists() and any(target.iterdir()):
         raise ConfigError(f"{target}: the folder is not empty")
-    patterns, written = NamePatterns(how.ignore), Written()
-    _check(files, how, patterns)
+    folders, patterns, written = module_folders(source), NamePatterns(how.ignore), Written()
+    _check(source, files, how, patterns)
     target.mkdir(parents=True, exist_ok=True)
     for file in files:
         tensors = dict(_rounded(file, how, patterns, written))
         save_file(tensors, target / file.name, {"format": "pt"})
         written.weight_map |= dict.fromkeys(tensors, file.name)
     _copy_others(source, target)
+    for name in (one for one in folders if (source / one).is_dir()):  # some modules have nothing to say
+        shutil.copytree(source / name, target / name, dirs_exist_ok=True)
     ignored = [HEAD, *(name for name in written.ignored if name.rpartition(".")[2] != HEAD)]
     _write(target / "config.json", said | {KEY: config(how, ignored)})
     if len(files) > 1:
@@ -81,18 +84,24 @@ def quantize(source: Path, target: Path, how: Rounding) -> Written:
     return written
 
 
-def _check(files: list[Path], how: Rounding, patterns: NamePatterns) -> None:
-    """Raises ConfigError for groups that do not divide a matrix, and for patterns that mean none."""
+def _check(source: Path, files: list[Path], how: Rounding, patterns: NamePatterns) -> None:
+    """Raises ConfigError for groups that do not divide a matrix, for patterns that mean none, and if nothing is left to
+    quantize."""
+    num_linear = 0
     for file in files:
         with safe_open(file, "pt") as stored:
             for name in stored.keys():  # noqa: SIM118
                 base, shape = name.removesuffix(WEIGHT), stored.get_slice(name).get_shape()
-                is_ignored = patterns.match(base)
-                if how.to == W4 and not is_ignored and _is_linear(name, len(shape)) and shape[1] % how.group:
+                if patterns.match(base) or not _is_linear(name, len(shape)):
+                    continue
+                num_linear += 1
+                if how.to == W4 and shape[1] % how.group:
                     raise ConfigError(f"--group {how.group}: {base} has {shape[1]} inputs; --ignore it")
     unused = [name for name in patterns.unused() if name != HEAD]  # which is never quantized, and may be an embedding
     if unused:
         raise ConfigError(f"--ignore {unused[0]}: no matrix of the model has that name")
+    if not num_linear:
+        raise ConfigError(f"{source}: no linear layer is left to quantize")
 
 
 def _rounded(file: Path, how: Rounding, patterns: NamePatterns, written: Written) -> Iterator[tuple[str, Tensor]]:
@@ -117,7 +126,7 @@ def _rounded(file: Path, how: Rounding, patterns: NamePatterns, written: Written
 
 
 def _is_linear(name: str, dims: int) -> bool:
-    """Whether it is a matrix of a decoder's layer, without routers."""
+    """Whether it is a matrix of a layer, without routers."""
     is_one = name.endswith(WEIGHT) and dims == 2 and _BLOCK.match(name) is not None
     return is_one and not is_left_out(name.removesuffix(WEIGHT))
 

@@ -9,10 +9,10 @@ from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.packed_attention import CpuPackedProduct, PackedProduct
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.execution.cpu_steps import CpuSteps
+from blockyard.services.gpu_worker.execution.pipelined_steps import PipelinedCpuSteps
 from blockyard.services.gpu_worker.execution.pooled_steps import ChunkAttention, CpuChunkAttention
 from blockyard.services.gpu_worker.execution.ranks.follower import CpuFollowerSteps, FollowerNeeds, FollowerSteps
 from blockyard.services.gpu_worker.execution.ranks.leader import LeaderMetadata, LeaderModel
-from blockyard.services.gpu_worker.execution.ranks.pipelined_steps import PipelinedCpuSteps
 from blockyard.services.gpu_worker.execution.text_threads import TextThreads
 from blockyard.services.gpu_worker.host_link import HostLink, SameMemory
 from blockyard.services.gpu_worker.kv.pool import KVPool

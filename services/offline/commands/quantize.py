@@ -80,6 +80,8 @@ def bits_per_byte(folder: Path, text: str) -> float:
     with LLM(folder, log_level="warning") as llm:
         ids = llm.get_tokenizer().encode(text)
         windows = [ids[start : start + WINDOW + 1] for start in range(0, len(ids) - 1, WINDOW)]
+        if not windows:
+            raise ConfigError(f"--text: {len(ids)} token; at least 2 are needed")
         prompts = [{"prompt_token_ids": window} for window in windows]
         outputs = llm.generate(
             prompts, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0), use_tqdm=False

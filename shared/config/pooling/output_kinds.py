@@ -63,12 +63,16 @@ def first_kind(config: Mapping[str, Any]) -> OutputKind:
 def default_pooling(kind: OutputKind, *, has_kv: bool, config: Mapping[str, Any]) -> PoolingMode:
     """Returns the pooling of a model without any in its folder.
 
-    has_kv: tokens attend to earlier ones, so that the last one has seen all. Otherwise the first one stands for all.
+    has_kv: tokens attend to earlier ones, so that the last one has seen all. Otherwise the first one stands for all,
+    but in decoders that attend to both sides: transformers reads classes from the last token there, too, and vLLM makes
+    vectors of all.
     """
     if kind in _POOLING:
         return _POOLING[kind]
     if has_kv:
         return PoolingMode.LAST
+    if config.get("use_bidirectional_attention"):
+        return PoolingMode.LAST if kind is OutputKind.CLASSES else PoolingMode.MEAN
     if kind is OutputKind.CLASSES and config.get("classifier_pooling") == "mean":
         return PoolingMode.MEAN
     return PoolingMode.CLS

@@ -116,6 +116,12 @@ def read_modules(folder: Path) -> SentenceModules | None:
     return found
 
 
+def module_folders(folder: Path) -> list[str]:
+    """Returns the folders of the modules inside a model's, without the model's own. Raises ConfigError."""
+    path = folder / FILE
+    return [name for one in _entries(path) if (name := _inside(path, one.path))] if path.is_file() else []
+
+
 def _entries(path: Path) -> list[_ModuleEntry]:
     """The modules in the order in which they run: that of the file. sentence-transformers does not read `idx`."""
     try:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -65,11 +66,10 @@ class RayCluster:
         """Titles of the node's processes, and of ranks there, by process id."""
         return family(self._groups[node].pid)
 
-    def kill(self, node: int, title: str) -> int:
-        """Kills the process of a node whose title has these words, as no process can prevent. Returns its id."""
+    def signal(self, node: int, title: str, number: signal.Signals) -> None:
+        """Kills or stops the process of a node whose title has these words."""
         [pid] = [pid for pid, found in self.processes(node).items() if title in found]
-        os.kill(pid, signal.SIGKILL)
-        return pid
+        os.kill(pid, number)
 
     def close(self) -> None:
         for group in self._groups:
@@ -131,27 +131,37 @@ def test_ranks_that_cannot_be_started_end_the_start(cluster: RayCluster, flags: 
 
 
 @pytest.mark.timeout(400)
-def test_texts_are_those_of_one_rank_when_a_rank_or_its_node_is_killed(cluster: RayCluster, tmp_path: Path) -> None:
+def test_texts_are_those_of_one_rank_when_a_rank_or_its_node_is_lost(cluster: RayCluster, tmp_path: Path) -> None:
+    """Killed, or stopped, so that it is silent and all its links stay open."""
     with serve("demo", *FLAGS) as server:
         expected = asyncio.run(texts(server))
     with serve("demo", *FLAGS, *ON_RAY, log=tmp_path / "log") as server:
         assert asyncio.run(texts(server)) == expected
-        assert asyncio.run(texts(server, lambda: cluster.kill(1, RANK))) == expected
-        assert any(RANK in title for title in cluster.processes(1).values()), "it is started again"
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            before = actors(cluster, 1)
+            assert asyncio.run(texts(server, partial(cluster.signal, 1, RANK, number))) == expected
+            assert actors(cluster, 1) and not before & actors(cluster, 1), "it is started again"
 
         def lose_node() -> None:
-            cluster.kill(1, RAYLET)
+            cluster.signal(1, RAYLET, signal.SIGKILL)
             cluster.add_node()
 
         assert asyncio.run(texts(server, lose_node)) == expected
-        assert any(RANK in title for title in cluster.processes(2).values())
+        before = actors(cluster, 2)
+        assert asyncio.run(texts(server, partial(cluster.signal, 2, RAYLET, signal.SIGSTOP))) == expected
+        assert actors(cluster, 2) == before, "a rank needs Ray for its start alone"
         others = set(server.family())
         server.process.kill()
         server.process.wait()
         until = time.monotonic() + GONE_S
-        while any(RANK in title for title in cluster.processes(2).values()) or any(map(exists, others)):
+        while any(actors(cluster, node) for node in (1, 2)) or any(map(exists, others)):
             assert time.monotonic() < until, "a process outlives the launcher"
             time.sleep(0.05)
+
+
+def actors(cluster: RayCluster, node: int) -> set[int]:
+    """Ranks on a node, by process id."""
+    return {pid for pid, title in cluster.processes(node).items() if RANK in title}
 
 
 def exists(pid: int) -> bool:

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import aiohttp
 import pytest
 from kv_peers import needs_nixl
 from prometheus_client.parser import text_string_to_metric_families
-from rig import Server, completion, serve
+from rig import Server, all_begin, completion, serve
 from ring_state import LIMIT_S, left_over, read_ring, scheduler_stats, wait_for
 from several_choices import KINDS, Answer, Body, ask, bodies
 
@@ -26,6 +26,7 @@ MOCK = ("demo", "--worker-cls", "mock", "--mock-step-ms", "5")
 SLOW = ("--pd-faults", "delay=300ms")  # so that a kill finds transfers under way
 WORKERS = ("gpu_worker prefill 0", "gpu_worker prefill 1", "gpu_worker decode 0", "gpu_worker decode 1")
 NUM_STREAMS = 12
+MOST_STREAMS = 8  # of both prefill workers
 VICTIMS = ("prefill 0", "decode 1", "scheduler", "message_bus")
 
 
@@ -72,14 +73,37 @@ def requests(first: int = 0) -> list[Body]:
     return [*plain, *bodies(len(KINDS), 60)]
 
 
-async def run(server: Server, asked: list[Body], victim: str = "", after_s: float = 0.25) -> list[Answer]:
+async def run(
+    server: Server, asked: list[Body], meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None
+) -> list[Answer]:
+    """meanwhile: runs when most streams of one choice have their first token, which is read while KV is on its way."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(100)) as session:
-        tasks = [asyncio.create_task(ask(session, server.url, body)) for body in asked]
-        if victim:
-            await asyncio.sleep(after_s)
-            assert not any(task.done() for task in tasks), "the kill comes too late to mean anything"
-            os.kill(next(pid for name, pid in server.children().items() if victim in name), signal.SIGKILL)
+        begun = [asyncio.Event() for _ in asked]
+        tasks = [
+            asyncio.create_task(ask(session, server.url, body, first.set))
+            for body, first in zip(asked, begun, strict=True)
+        ]
+        if meanwhile is not None:
+            await all_begin(tasks, begun[:MOST_STREAMS])
+            await meanwhile()
         return await asyncio.gather(*tasks)
+
+
+def changes_no_answer(
+    ring: Server, unified: Server, first: int, meanwhile: Callable[[], Coroutine[Any, Any, None]], *, aborts: bool
+) -> None:
+    """`meanwhile` runs during transfers. aborts: it aborts some, at the latest when it is done for the third time."""
+    for again in range(3):
+        asked = requests(first + 1000 * again)  # no cache holds these prompts, so all are sent
+        expected = asyncio.run(run(unified, asked))
+        before = asyncio.run(scheduler_stats(ring))
+        assert asyncio.run(run(ring, asked, meanwhile)) == expected
+        asyncio.run(wait_for(ring, WORKERS))
+        assert asyncio.run(left_over(ring)) == {}
+        after = asyncio.run(scheduler_stats(ring))
+        if not aborts or after["transfers_aborted_total"] > before["transfers_aborted_total"]:
+            return
+    pytest.fail("no transfer was under way")
 
 
 def test_answers_are_those_of_unified_workers(ring: Server, unified: Server) -> None:
@@ -140,33 +164,21 @@ def test_a_proxy_sends_the_prompt_and_its_continuation_as_two_requests(ring: Ser
 
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_a_kill_during_transfers_changes_no_answer(ring: Server, unified: Server, victim: str) -> None:
+    async def kill() -> None:
+        os.kill(next(pid for name, pid in ring.children().items() if victim in name), signal.SIGKILL)
+
     first = 100 * (1 + VICTIMS.index(victim))
-    asked = requests(first)  # no cache holds these prompts, so all are sent
-    expected = asyncio.run(run(unified, asked))
-    before = asyncio.run(scheduler_stats(ring))
-    assert asyncio.run(run(ring, asked, victim)) == expected
-    asyncio.run(wait_for(ring, WORKERS))
-    assert asyncio.run(left_over(ring)) == {}
-    if victim.startswith(("prefill", "decode")):
-        assert asyncio.run(scheduler_stats(ring))["transfers_aborted_total"] > before["transfers_aborted_total"]
+    changes_no_answer(ring, unified, first, kill, aborts=victim.startswith(("prefill", "decode")))
 
 
 def test_workers_that_sleep_and_wake_up_during_transfers_change_no_answer(ring: Server, unified: Server) -> None:
-    async def sleep_and_wake() -> list[Answer]:
-        answers = asyncio.create_task(run(ring, asked))
-        await asyncio.sleep(0.25)
+    async def sleep_and_wake() -> None:
         async with aiohttp.ClientSession() as session:
             for path in ("/sleep?level=1", "/wake_up", "/sleep?level=2", "/wake_up"):
                 async with session.post(f"{ring.url}{path}") as answer:
                     assert answer.status == 200, await answer.text()
-        return await answers
 
-    asked = requests(first=700)
-    expected = asyncio.run(run(unified, asked))
-    before = asyncio.run(scheduler_stats(ring))
-    assert asyncio.run(sleep_and_wake()) == expected
-    assert asyncio.run(left_over(ring)) == {}
-    assert asyncio.run(scheduler_stats(ring))["transfers_aborted_total"] > before["transfers_aborted_total"]
+    changes_no_answer(ring, unified, 700, sleep_and_wake, aborts=True)
 
 
 def test_clients_that_leave_between_prefill_and_decode_leave_no_block(ring: Server) -> None:
@@ -185,14 +197,14 @@ def test_clients_that_leave_between_prefill_and_decode_leave_no_block(ring: Serv
 
 
 def test_lost_delayed_and_corrupt_transfers_change_no_answer(unified: Server, tmp_path: Path) -> None:
-    asked = [stream(i, 40 + i % 100, 8, 37 * i) for i in range(300)]
+    asked = [stream(i, 40 + i % 100, 8, 37 * i) for i in range(150)]
     log = tmp_path / "log"
     expected = asyncio.run(run(unified, asked))
-    faults = ("--pd-faults", "drop=0.02,delay=50ms,flip=0.02")
+    faults = ("--pd-faults", "drop=0.04,delay=50ms,flip=0.04")
     with serve(*MOCK, *ROLES, *faults, log=log) as server:
         asyncio.run(wait_for(server, WORKERS))
         assert asyncio.run(run(server, asked)) == expected
         assert asyncio.run(left_over(server)) == {}
         counts = asyncio.run(scheduler_stats(server))
-    assert counts["transfers_landed_total"] > 180 and counts["transfers_aborted_total"] > 0
+    assert counts["transfers_landed_total"] > 90 and counts["transfers_aborted_total"] > 0
     assert "PlanError" not in log.read_text("utf-8", "replace")

@@ -26,7 +26,7 @@ SRC = Path(__file__).parents[3] / ".src"
 SERVICES = ("message-bus", "tokenizer-pool", "scheduler", "detokenizer", "api-gateway")
 READY_S = 90.0
 NUM_STREAMS, NUM_TOKENS = 3, 300
-PARTITION_S = 7.0  # a rank may be silent for 4 s
+PARTITION_S = 10.0  # a rank may be silent for 4 s
 MODEL = ("--device", "cpu", "--dtype", "float32")
 
 

@@ -33,7 +33,10 @@ SCHEME = {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tenso
 
 @pytest.mark.parametrize(
     "said",
-    [SCHEME, {"kv_cache_quant_algo": "FP8"}, {"kv_cache_scheme": {"num_bits": "8", "type": "FLOAT"}}],
+    [
+        *(SCHEME, {"kv_cache_quant_algo": "FP8"}, {"kv_cache_scheme": {"num_bits": "8", "type": "FLOAT"}}),
+        {"quant_method": "fp8", "kv_cache_scheme": "static"},
+    ],
 )
 def test_a_checkpoint_decides_the_dtype_of_the_kv_cache_on_gpus(said: dict[str, object]) -> None:
     assert kv_fields(values(CUDA), said) == {"kv_cache_dtype": "fp8"}
@@ -49,7 +52,12 @@ def test_a_checkpoint_decides_the_dtype_of_the_kv_cache_on_gpus(said: dict[str, 
 
 
 @pytest.mark.parametrize(
-    "said", [{}, {"kv_cache_scheme": {"num_bits": 8, "type": "int"}}, {"kv_cache_quant_algo": "NVFP4"}]
+    "said",
+    [
+        *({}, {"kv_cache_scheme": {"num_bits": 8, "type": "int"}}, {"kv_cache_quant_algo": "NVFP4"}),
+        {"quant_method": "fp8", "kv_cache_scheme": None},
+        {"quant_method": "modelopt", "kv_cache_scheme": "NVFP4"},
+    ],
 )
 def test_other_kv_caches_of_checkpoints_have_16_bits(said: dict[str, object]) -> None:
     assert kv_fields(values(CUDA), said) == {"kv_cache_dtype": "auto"}

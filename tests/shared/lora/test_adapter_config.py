@@ -26,6 +26,7 @@ def parse(**fields: Any) -> AdapterConfig:
         ({"init_lora_weights": "olora"}, "init_lora_weights"),
         ({"init_lora_weights": "corda"}, "init_lora_weights"),
         ({"init_lora_weights": "loftq"}, "init_lora_weights"),
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights"),
         ({"bias": "some"}, "bias"),
         ({"r": 0}, "r"),
         ({"r": "8"}, "r"),

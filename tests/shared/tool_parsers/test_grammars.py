@@ -35,8 +35,8 @@ from blockyard.shared.tool_parsers.xml_calls.longcat import LONGCAT, TAGGED
 TOKENIZER = (Path(__file__).parents[3] / "shared/demo_model/tokenizer.json").read_text("utf-8")
 EOS = (1, 3)
 NAMES = ("get_weather", "get", "search-web", "x_1", "Zoom", "run")
-ENOUGH = 20 if settings.get_current_profile_name() == "long" else 2  # answers that were read
-NUM_SETS = 4 * ENOUGH  # of tools at most, for each format, vocabulary and kind of choice
+ENOUGH = 20 if settings.get_current_profile_name() == "long" else 1  # answers that were read
+NUM_SETS = 8 * ENOUGH  # of tools at most, for each format, vocabulary and kind of choice
 TEXTS = ("", "Let me see: a < b, [1] and {2}.\n", "Zürich 東京 <tool <|tool [TOOL ")
 SPECIAL = pytest.mark.parametrize("special", [False, True], ids=["markers as text", "special tokens"])
 FREE = [one for one in FORMATS if one.openings is None or one.openings(TOOLS)]  # text before their calls is free

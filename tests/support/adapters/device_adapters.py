@@ -4,22 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from placed_adapters import KERNELS
 from reference_ops import run_ahead
 from tiny_models import start
 
-from blockyard.kernels.lora.adapter_table import add_adapters_reference
-from blockyard.kernels.lora.adapter_tokens import adapt_embeddings_reference, replace_logits_reference
-from blockyard.kernels.lora.add_to_heads import add_to_heads_reference
 from blockyard.services.gpu_worker.host_link import SameMemory
 from blockyard.services.gpu_worker.lora.device.device_places import DevicePlaces
-from blockyard.services.gpu_worker.lora.device.device_products import AdapterKernels
 from blockyard.services.gpu_worker.prompt_adapters.adapter_hosts import adapter_limits
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.config.services.lora import LoraConfig
 
-KERNELS = AdapterKernels(
-    add_adapters_reference, add_to_heads_reference, adapt_embeddings_reference, replace_logits_reference
-)
 CAPACITY = 16  # of steps of a GPU on the CPU
 
 

@@ -13,6 +13,7 @@ from transformers import (
     Gemma2Config,
     Gemma2ForSequenceClassification,
     Gemma3TextConfig,
+    Gemma3TextForSequenceClassification,
     Gemma3TextModel,
     GemmaConfig,
     GemmaForSequenceClassification,
@@ -89,6 +90,7 @@ ENCODERS = [
          MODERN | {"classifier_pooling": "mean", "classifier_bias": True, "norm_bias": True}),
     Tiny("modernbert-tokens", ModernBertConfig, ModernBertForTokenClassification, MODERN),
     Tiny("embeddinggemma", Gemma3TextConfig, Gemma3TextModel, GEMMA),
+    Tiny("embeddinggemma-classes", Gemma3TextConfig, Gemma3TextForSequenceClassification, GEMMA),
 ]  # fmt: skip
 DECODERS = [
     Tiny("llama-model", LlamaConfig, LlamaModel, DECODER),
@@ -104,6 +106,12 @@ DECODERS = [
     Tiny("mistral-tokens", MistralConfig, MistralForTokenClassification, DECODER),
     Tiny("qwen3-tokens", Qwen3Config, Qwen3ForTokenClassification, DECODER | {"head_dim": 16}),
     Tiny("gemma2-classes", Gemma2Config, Gemma2ForSequenceClassification, DECODER | {"head_dim": 16}),
+    Tiny(
+        "gemma3-classes",
+        Gemma3TextConfig,
+        Gemma3TextForSequenceClassification,
+        GEMMA | {"use_bidirectional_attention": False},
+    ),
     Tiny("gemma-classes", GemmaConfig, GemmaForSequenceClassification, DECODER | {"head_dim": 16}),
 ]
 BY_NAME = {tiny.name: tiny for tiny in [*ENCODERS, *DECODERS]}

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.execution.cpu_steps import CpuSteps
 from blockyard.services.gpu_worker.execution.cuda.follower_steps import DeviceFollowerSteps
+from blockyard.services.gpu_worker.execution.pipelined_steps import PipelinedCpuSteps
 from blockyard.services.gpu_worker.execution.ranks.expert_balancer import ExpertBalancer
 from blockyard.services.gpu_worker.execution.ranks.expert_moves import MovableExperts
 from blockyard.services.gpu_worker.execution.ranks.follower import CpuFollowerSteps, Follower, FollowerSteps
 from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror, LeaderMetadata, LeaderModel, LeaderPool
-from blockyard.services.gpu_worker.execution.ranks.pipelined_steps import PipelinedCpuSteps
 from blockyard.services.gpu_worker.host_link import SameMemory
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.models.interface import Model

@@ -1,15 +1,14 @@
 """A group of ranks: the logits of tiny checkpoints at every position of a prompt, which the leader writes to files.
 
-python -m rank_logits SIZE STAGES GROUP-FOLDER [--spread] [--moved] [--fully-sharded] [--transformers] CHECKPOINT...
-
 A checkpoint with a folder ADAPTER has its adapter in all rows. --spread: ranks have some experts whole. --moved: these
 have traded their ranks and places, after a first pass. --fully-sharded: of adapters ranks divide both matrices.
---transformers: models run by their class there. Ranks are forks of one process, which has loaded torch for all of them.
+--as-gpu: adapters are in the places of a GPU, in plain torch. --transformers: models run by their class there. Ranks
+are forks of one process, which has loaded torch for all groups.
 """
 
+import functools
 import multiprocessing
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from forks import Forks
 from model_logits import hidden_in_chunks
 from placed_adapters import adapt_model
 from tiny_checkpoint import VOCAB
@@ -41,13 +41,17 @@ from blockyard.services.gpu_worker.startup.stage_choice import make_stage_model
 
 CPU = torch.device("cpu")
 OUTPUT = "logits.pt"
-ADAPTER = "adapter"
+ADAPTER, ADDED = "adapter", "added"  # a folder, and a file with the number of tokens that the adapter adds
 SPREAD, MOVED, FULLY_SHARDED, TRANSFORMERS = "--spread", "--moved", "--fully-sharded", "--transformers"
+AS_GPU = "--as-gpu"
 CHUNKS = [50, 1, 9]
 
 
-def prompt() -> list[int]:
-    return np.random.default_rng(4).integers(2, VOCAB, sum(CHUNKS)).tolist()
+def prompt(num_added: int = 0) -> list[int]:
+    """num_added: tokens that an adapter adds to the vocabulary."""
+    ids: list[int] = np.random.default_rng(4).integers(2, VOCAB, sum(CHUNKS)).tolist()
+    ids[3 : 3 + 2 * num_added : 2] = range(VOCAB, VOCAB + num_added)
+    return ids
 
 
 def connect(rank: int, size: int, group: Path, num_stages: int = 1, *, runs_ahead: bool = False) -> RankGroups:
@@ -63,6 +67,7 @@ def load(
     fully_sharded: bool = False,
     exchange: ExpertExchange | None = None,
     model_impl: str = "auto",
+    as_gpu: bool = False,
 ) -> Model:
     """Stages have as many layers each, the last may have more. fully_sharded: of adapters."""
     settings = read_config(folder, {}, lambda note: None)
@@ -84,7 +89,8 @@ def load(
     checkpoint.load(table, folder, "auto", [], 0, lambda done: None)
     model.prepare(256)
     if (folder / ADAPTER).exists():
-        adapt_model(model, [folder / ADAPTER], load_undivided(folder, model_impl), fully_sharded=fully_sharded)
+        undivided = load_undivided(folder, model_impl)
+        adapt_model(model, [folder / ADAPTER], undivided, fully_sharded=fully_sharded, as_gpu=as_gpu)
         forward, compute_logits = model.forward, model.logits
 
         def begin(rows: int) -> None:
@@ -102,9 +108,9 @@ def load_undivided(folder: Path, model_impl: str = "auto") -> Model:
 
 
 @torch.inference_mode()
-def logits(model: Model) -> torch.Tensor:
+def logits(model: Model, num_added: int = 0) -> torch.Tensor:
     pool = KVPool(model.shape, 20, 8, torch.float32, CPU)
-    return model.logits(hidden_in_chunks(model, pool, prompt(), CHUNKS))
+    return model.logits(hidden_in_chunks(model, pool, prompt(num_added), CHUNKS))
 
 
 @torch.inference_mode()
@@ -122,22 +128,28 @@ def move_experts(model: Model, ranks: RankGroups) -> None:
             movable.do(TradeExperts(stage, layer, pairs))
 
 
+@functools.cache
+def _forks() -> Forks:
+    return Forks("import rank_logits", {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+
+
 def run(size: int, group: Path, folders: Sequence[Path], *flags: str, num_stages: int = 1) -> None:
-    """Runs all ranks as processes. Raises CalledProcessError if one fails. size: of a stage."""
+    """Runs all ranks as processes. size: of a stage."""
     group.mkdir()
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-P", "-m", "rank_logits", str(size), str(num_stages), str(group), *flags]
-    subprocess.run([*command, *map(str, folders)], env=env, check=True)
+    _forks().run(
+        f"rank_logits.run_ranks({size}, {num_stages}, {str(group)!r}, {[*map(str, folders)]!r}, {flags!r})", group
+    )
 
 
 def run_rank(rank: int, size: int, num_stages: int, group: Path, folders: Sequence[Path], flags: set[str]) -> None:
     torch.set_num_threads(1)
     ranks, models = connect(rank, size, group, num_stages), list[Model]()  # with what they send
     fields: dict[str, Any] = {"spread": SPREAD in flags, "fully_sharded": FULLY_SHARDED in flags}
-    fields["model_impl"] = "transformers" if TRANSFORMERS in flags else "auto"
+    fields |= {"model_impl": "transformers" if TRANSFORMERS in flags else "auto", "as_gpu": AS_GPU in flags}
     for folder in folders:
         models.append(load(folder, ranks, **fields))
-        found = logits(models[-1])
+        added = folder / ADDED
+        found = logits(models[-1], int(added.read_text()) if added.exists() else 0)
         if MOVED in flags:
             move_experts(models[-1], ranks)
             found = logits(models[-1])
@@ -146,12 +158,12 @@ def run_rank(rank: int, size: int, num_stages: int, group: Path, folders: Sequen
     ranks.everyone.least(0)  # the leader ends when nobody sends any more
 
 
-def main() -> int:
-    size, num_stages, group = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    flags = {SPREAD, MOVED, FULLY_SHARDED, TRANSFORMERS}.intersection(sys.argv[4:])
-    folders = [Path(folder) for folder in sys.argv[4:] if folder not in flags]
+def run_ranks(size: int, num_stages: int, group: str, folders: Sequence[str], flags: Sequence[str]) -> None:
+    """Runs in a fork."""
+    if TRANSFORMERS in flags:
+        find_family({"architectures": ["LlamaForCausalLM"]}, "transformers")  # loads it once for all ranks
     context = multiprocessing.get_context("fork")  # torch has not started a thread yet
-    of_all = size, num_stages, group, folders, flags
+    of_all = size, num_stages, Path(group), [*map(Path, folders)], set(flags)
     ranks = [context.Process(target=run_rank, args=(rank, *of_all)) for rank in range(size * num_stages)]
     for rank in ranks:
         rank.start()
@@ -160,8 +172,4 @@ def main() -> int:
     failed = [rank for rank in ranks if rank.exitcode != 0]
     for rank in failed:
         rank.kill()
-    return len(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    assert not failed, f"{len(failed)} of {len(ranks)} ranks"

@@ -6,8 +6,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import torch
-from device_adapters import KERNELS
-from placed_adapters import finished, read_adapter
+from placed_adapters import KERNELS, finished, read_adapter
 from rank_logits import CPU, connect, load, load_undivided
 from reference_ops import ReferenceOps, run_ahead
 

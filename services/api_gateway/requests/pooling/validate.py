@@ -41,7 +41,7 @@ COHERE_FORMATS = ("int8", "uint8", "binary", "ubinary")  # refused by name
 # Cohere's names of input types -> names of prompts that mean the same
 INPUT_TYPES = {
     "search_query": ("search_query", "query"),
-    "search_document": ("search_document", "document", "passage"),
+    "search_document": ("search_document", "document", "passage", "corpus"),
     "classification": ("classification",),
     "clustering": ("clustering",),
 }
@@ -245,10 +245,14 @@ def _cohere_texts(request: CohereEmbedRequest) -> tuple[str, list[str]]:
 
 
 def _cohere_prompt(input_type: str | None, card: ModelCard) -> str | None:
-    """The prompt of an input type. Cohere's own types mean none where the model has no prompts. Raises RequestError."""
+    """The prompt of an input type. Raises RequestError.
+
+    Cohere's own types mean none where the model has no prompts; so do documents where it has prompts of queries alone,
+    as for `encode_document` of sentence-transformers.
+    """
     known = {prompt.name for prompt in params_check.pooling_card(card).prompts}
     if input_type in INPUT_TYPES:
         found = next((name for name in INPUT_TYPES[input_type] if name in known), None)
-        if found is not None or not known:
+        if found is not None or not known or input_type == "search_document":
             return found
     return request_checks.read_prompt_name("input_type", input_type, card)

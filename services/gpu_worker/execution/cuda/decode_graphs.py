@@ -229,7 +229,9 @@ class DecodeSteps:
         attend = self.ops.attend(self.pool, metadata)
         if layers is not None:
             attend = layers.around(attend)
-        return attend if self.mirror is None else DeviceAttend(attend, metadata, num_gathered, words)
+        if self.mirror is None:
+            return attend
+        return DeviceAttend(attend, metadata, num_gathered, words, scales_pending=self.pool.scales_pending)
 
     @contextmanager
     def capturing(self, graph: Replay) -> Iterator[Replay]:

@@ -152,6 +152,7 @@ class DeviceFollowerSteps:
             owners = F.pad(slots, (0, 1), value=-1)  # the token behind all others is of no slot
             last = last.long()
             needed = LogitsIndices(rows.long(), owners[last], F.pad(positions, (0, 1))[last])
+        self._pool.scales_pending = command.measures_scales  # the leader knows which steps serve no request
         attend = self._ops.attend(self._pool, metadata)
         return self._model.forward(Step(token_ids, positions, attend, needed, vectors))
 

@@ -47,7 +47,7 @@ class TritonChunkAttention:
         ids = table.token_ids[rows, positions]
         sent: list[Integers] = [ids, positions, sequences, starts[: len(starts) * has_prefill], tables.ravel()]
         words = np.concatenate(sent, dtype=np.int32, casting="same_kind").tobytes()
-        return DeviceAttend(attend, metadata, 0, words, has_tables=True)
+        return DeviceAttend(attend, metadata, 0, words, has_tables=True, scales_pending=self._pool.scales_pending)
 
 
 class TritonPackedProduct:

@@ -3,7 +3,6 @@
 - `LeaderModel`, `LeaderMetadata`, `LeaderStore`, `LeaderPool`: stand in the places of a model, the builder of its
   attention, host memory for blocks and changes of the KV pool. They send what is asked of them to the followers, and
   then do it.
-- `PipelinedCpuSteps`: with pipeline stages, the earlier ones compute a step while the leader's computes another.
 - `DeviceMirror` tells followers with GPUs of slots and CUDA graphs. `SentChanges` and `ReceivedChanges`: what steps
   change of the slots comes to them beside the steps, so that stages compute steps of other sequences meanwhile.
 - `Follower`: does what comes. It knows no plan, no slot and no clock: only what the leader sends.
@@ -13,6 +12,6 @@
 Which adapter each row of a step has travels with the step, as do vectors of prompt adapters. LoRA adapters are loaded
 and placed between steps (`lora/ranks`).
 
-Both ends call the same collectives in the same order, because the stream is ordered. Without followers none of this is
-made.
+Both ends call the same collectives in the same order, because the stream is ordered. Nothing here reads a clock or
+draws numbers (tested): ranks would differ. Without followers none of this is made.
 """

@@ -130,6 +130,7 @@ def _device_forward(step: Step, attend: "DeviceAttend", *, has_adapters: bool) -
     metadata, needed = attend.metadata, step.logits_indices
     starts = metadata.query_start_loc
     num_tables, table_width = metadata.rows.tables.shape if attend.has_tables else (0, 0)
+    num_vectors, vector_width = (0, 0) if step.vectors is None else step.vectors.values.shape
     return DeviceForward(
         len(step.token_ids),
         attend.num_gathered,
@@ -143,7 +144,9 @@ def _device_forward(step: Step, attend: "DeviceAttend", *, has_adapters: bool) -
         num_tables,
         table_width,
         attend.words,
-        *((0, 0) if step.vectors is None else step.vectors.values.shape),
+        num_vectors,
+        vector_width,
+        attend.measures_scales,
     )
 
 
@@ -174,9 +177,12 @@ class DeviceAttend:
         words: bytes = b"",
         *,
         has_tables: bool = False,
+        scales_pending: bool = False,
     ) -> None:
-        """num_gathered, words: see `DeviceForward`. has_tables: the block tables are not those of slots."""
+        """num_gathered, words: see `DeviceForward`. has_tables: the block tables are not those of slots.
+        scales_pending: see `KVPool`."""
         self.attend, self.metadata, self.has_tables = attend, metadata, has_tables
+        self.measures_scales = scales_pending and metadata.query_start_loc is not None
         self.num_gathered, self.words = num_gathered, words
 
     def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:

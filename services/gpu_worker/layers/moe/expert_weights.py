@@ -121,8 +121,12 @@ def stacked_experts(
     """Weights of which the checkpoint has two: [experts, 2 * inner, hidden] and [experts, hidden, inner].
 
     suffixes: of names. transposed: the checkpoint has them as [experts, hidden, 2 * inner] and
-    [experts, inner, hidden]. in_pairs: it has an output of gate and one of up in turn.
+    [experts, inner, hidden]. in_pairs: it has an output of gate and one of up in turn. Quantized checkpoints may have
+    them one by one instead: llm-compressor makes linear layers of experts.
     """
+    prefix = gate_up_name.rpartition(".")[0]
+    if not in_pairs and not bias and layers.table.headers.has_part(f"{prefix}.0"):
+        return separate_experts(layers, prefix, num_experts, hidden, inner)
     both = MatrixPart(name=gate_up_name, rows=(Rows(inner, inner),) * 2, interleaved=in_pairs)
     matrices = (
         make_spec([both], hidden, split=Split.OUTPUTS, transposed=transposed, bias=bias),

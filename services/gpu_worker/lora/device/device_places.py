@@ -25,6 +25,7 @@ from blockyard.services.gpu_worker.lora.device.device_products import (
     DeviceAdaptedHead,
     DeviceAdaptedHeads,
     DeviceAdaptedRows,
+    DeviceAddedColumns,
 )
 from blockyard.services.gpu_worker.lora.device.packed_adapter import (
     AdapterPacker,
@@ -74,7 +75,8 @@ class DevicePlaces:
         self._ranks = torch.zeros(entries, dtype=torch.int32, device=device)
         self._own_ranks = torch.zeros((*entries, 2), dtype=torch.int32, device=device)
         self._embedding = self._token_table(self._tokens.most_embedding) if self._tokens.has_embedding else None
-        self._head = self._token_table(self._tokens.most_head) if self._tokens.head_layer is not None else None
+        self._head = self._token_table(limits.max_rows) if self._tokens.head_layer is not None else None
+        self._added = self._token_table(self._tokens.num_extra) if self._tokens.num_extra else None
         self._copier = ThreadPoolExecutor(1, "adapters")  # to pinned memory, while steps go on
         self._copies = link.stream()
         self._copied = self._copies.event()
@@ -91,11 +93,11 @@ class DevicePlaces:
         what has no room in a place."""
         tokens = adapter.tokens or TokenDeltas()
         embedding = tokens.embedding if tokens.embedding is not None and self._embedding is not None else None
-        embedding, head = embedding or EmbeddingDelta(), self._head_rows(tokens)
+        embedding, (head, added) = embedding or EmbeddingDelta(), self._head_rows(tokens)
         deltas = [delta for of_layer in adapter.deltas.values() for delta in of_layer]
         matrices = None if embedding.a is None or embedding.b is None else (embedding.a, embedding.b)
         rows = [] if embedding.rows is None else [(embedding.rows.token_ids, embedding.rows.values)]
-        of_tokens = [*(values for _, values in (*rows, *head)), *(matrices or ())]
+        of_tokens = [*(values for _, values in (*rows, *head, *added)), *(matrices or ())]
         total = total_size(iter([*(one for delta in deltas for one in delta.tensors()), *of_tokens]))
         self._check_room(adapter, total)
         packer, entries = AdapterPacker(self._link, self._dtype, total), PackedEntries(self._firsts[-1])
@@ -106,7 +108,7 @@ class DevicePlaces:
                 entries.set(self._firsts[layer] + part, share.sizes[part:], delta, packer)
             yield True
         tables: list[PackedTokens | None] = []
-        for table, own, pair in ((self._embedding, rows, matrices), (self._head, head, None)):
+        for table, own, pair in zip(self._tables, (rows, head, added), (matrices, None, None), strict=True):
             most = 0 if table is None else table.token_ids.shape[1]
             packed = pack_tokens(own, pair, most, packer, self._link)
             tables.append(None if table is None else packed)
@@ -116,6 +118,11 @@ class DevicePlaces:
         of_device = PackedAdapter(copied.result(), *entries.on_host(self._link), *tables)
         kept = None if adapter.tokens is None else TokenDeltas(num_added=tokens.num_added)
         return replace(adapter, deltas={}, tokens=kept, packed=of_device)
+
+    @property
+    def _tables(self) -> tuple[AdapterTokens | None, ...]:
+        """Of a `PackedAdapter`, in the order of its fields."""
+        return self._embedding, self._head, self._added
 
     @torch.inference_mode()  # as the memory was made
     def put(self, place: int, adapter: HostAdapter) -> None:
@@ -130,7 +137,7 @@ class DevicePlaces:
             self._offsets[place].copy_(packed.offsets, non_blocking=True)
             self._ranks[place].copy_(packed.ranks, non_blocking=True)
             self._own_ranks[place].copy_(packed.own_ranks, non_blocking=True)
-            for table, own in ((self._embedding, packed.embedding), (self._head, packed.head)):
+            for table, own in zip(self._tables, (packed.embedding, packed.head, packed.added), strict=True):
                 if table is not None and own is not None:
                     table.columns[place].copy_(own.columns, non_blocking=True)
                     table.token_ids[place].copy_(own.token_ids, non_blocking=True)
@@ -149,14 +156,13 @@ class DevicePlaces:
             size, most = (one * self._dtype.itemsize / MIB for one in (total, self._place_size))
             raise AdapterError(f"the adapter takes {size:.1f} MiB on the device, a place has {most:.1f} MiB")
 
-    def _head_rows(self, tokens: TokenDeltas) -> list[tuple[Tensor, Tensor]]:
-        """Columns of logits with the rows of the head that make them."""
-        rows = tokens.head_rows
-        found = [] if rows is None or self._head is None else [(rows.token_ids, rows.values)]
-        if tokens.added_head is not None:
-            vocab_size = self._tokens.vocab_size
-            found.append((torch.arange(vocab_size, vocab_size + tokens.num_added), tokens.added_head))
-        return found
+    def _head_rows(self, tokens: TokenDeltas) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+        """Columns of logits with the rows of the head that make them: of the vocabulary, and behind it."""
+        rows, added, first = tokens.head_rows, tokens.added_head, self._tokens.vocab_size
+        replaced = [] if rows is None or self._head is None else [(rows.token_ids, rows.values)]
+        if added is None or self._added is None:
+            return replaced, []
+        return replaced, [(torch.arange(first, first + len(added)), added)]
 
     def _adapt_layers(self, max_rank: int) -> None:
         kernels, rows = self._kernels, self._rows
@@ -175,7 +181,9 @@ class DevicePlaces:
             ranks = self._ranks_group if self._shares[index].sums_between else None
             adapted = DeviceAdaptedRows(rows, table, kernels, None if ranks is None else ranks.sum)
             if index == self._tokens.head_layer and self._head is not None:
-                layer.adapt(DeviceAdaptedHead(adapted, self._head, self._tokens.num_extra))
+                layer.adapt(DeviceAdaptedHead(adapted, self._head))
+                if self._added is not None:
+                    layer.append(DeviceAddedColumns(rows, self._added, kernels, self._tokens.num_extra).append)
             else:
                 layer.adapt(adapted)
 
@@ -209,13 +217,15 @@ class TokenSizes:
         self.has_embedding = self.has_embedding and (stage is None or stage.is_first)
         is_head = head is not None and is_allowed(head.name, limits)
         self.head_layer = head.layer if head is not None and is_head else None
-        is_whole = self.has_embedding and stage is None and model.table.shard.size == 1
-        self.num_extra = limits.max_rows if is_whole and is_head else 0
-        self.most_embedding = limits.max_rows * (2 if is_whole else 1)
-        self.most_head = limits.max_rows + self.num_extra
+        may_add = embedding is not None and is_allowed(embedding.name, limits)
+        # the leader has the logits of all ranks
+        self.num_extra = limits.max_rows if may_add and is_head and model.table.shard.rank == 0 else 0
+        has_last = embedding is not None and embedding.own_tokens.stop == embedding.vocab_size
+        self._most_added = limits.max_rows if has_last else 0  # rows of the embedding behind the vocabulary
+        self.most_embedding = limits.max_rows + self._most_added
         self.vocab_size = model.shape.vocab_size
         self._width = 0 if embedding is None else embedding.weight.shape[1]
-        self._head_width = 0 if head is None else model.linears()[head.layer].spec.in_features
+        self._head_width = 0 if head is None else adapted_layers(model)[head.layer].spec.in_features
         self._num_tokens = 0 if embedding is None else len(embedding.own_tokens)
 
     def place_size(self, limits: AdapterLimits) -> int:
@@ -223,9 +233,9 @@ class TokenSizes:
         total = 0
         if self.has_embedding:
             total += aligned(self.most_embedding * self._width) + aligned(limits.max_rank * self._width)
-            total += aligned(limits.max_rank * (self._num_tokens + self.num_extra))
+            total += aligned(limits.max_rank * (self._num_tokens + self._most_added))
         if self.head_layer is not None:
-            total += aligned(self.most_head * self._head_width)
+            total += aligned(limits.max_rows * self._head_width) + aligned(self.num_extra * self._head_width)
         return total
 
 

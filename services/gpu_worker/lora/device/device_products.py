@@ -72,7 +72,6 @@ class DeviceAdaptedHead:
 
     linear: DeviceAdaptedRows
     tokens: AdapterTokens
-    num_extra: int  # columns behind the vocabulary, for tokens that adapters add
 
     @property
     def is_active(self) -> bool:
@@ -82,16 +81,27 @@ class DeviceAdaptedHead:
         return self.linear.only(rows)
 
     def add_to(self, out: Tensor, x: Tensor) -> Tensor:
+        self.linear.kernels.replace_logits(x, self.linear.rows.places, self.tokens, out)
+        return self.linear.add_to(out, x)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceAddedColumns:
+    """The logits of tokens that adapters add."""
+
+    rows: AdapterRows
+    tokens: AdapterTokens  # behind the vocabulary
+    kernels: AdapterKernels
+    num_extra: int  # columns for them
+
+    def append(self, out: Tensor, x: Tensor) -> Tensor:
         """Returns logits [rows, vocab_size + num_extra], -inf of tokens that a row's adapter does not add."""
         vocab_size = out.shape[1]
-        if self.num_extra:
-            wide = out.new_empty(len(out), vocab_size + self.num_extra)
-            wide[:, :vocab_size] = out
-            wide[:, vocab_size:] = -math.inf
-            out = wide
-        self.linear.kernels.replace_logits(x, self.linear.rows.places, self.tokens, out)
-        self.linear.add_to(out[:, :vocab_size], x)
-        return out
+        wide = out.new_empty(len(out), vocab_size + self.num_extra)
+        wide[:, :vocab_size] = out
+        wide[:, vocab_size:] = -math.inf
+        self.kernels.replace_logits(x, self.rows.places, self.tokens, wide)
+        return wide
 
 
 @dataclass(frozen=True, slots=True)

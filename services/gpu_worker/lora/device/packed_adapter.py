@@ -34,6 +34,7 @@ class PackedAdapter:
     own_ranks: Tensor  # [entries, 2] int32
     embedding: PackedTokens | None  # None: places have no rows of tokens
     head: PackedTokens | None
+    added: PackedTokens | None  # of the head, for tokens that it adds
 
     @property
     def size_bytes(self) -> int:

@@ -7,6 +7,8 @@ A matrix [outputs, inputs] is stored as
   `weight_scale_inv` [ceil(outputs / rows), ceil(inputs / columns)], which multiplies as well,
 - `input_scale`, one number, if `activation_scheme` is static.
 
+In files that transformers wrote, `weight_scale` is `weight_scale_inv`, too, and `input_scale` is `activation_scale`.
+
 Documented in transformers (integrations/finegrained_fp8.py, quantizers of fbgemm_fp8), in the README of DeepSeek-V3's
 weights (README_WEIGHTS.md) and in vLLM's "FP8 W8A8". Of fbgemm_fp8, `activation_scale_ub` bounds the scales of inputs:
 a row counts as having at most that absolute value.
@@ -43,6 +45,7 @@ from blockyard.shared.quantization_settings.floats import Fp8Settings
 from blockyard.shared.quantization_settings.reading import read
 
 SCALE, BLOCK_SCALE, INPUT_SCALE = "weight_scale", "weight_scale_inv", "input_scale"
+OTHER_INPUT_SCALE = "activation_scale"  # transformers' name
 CODES = frozenset({E4M3})
 OF_DEEPSPEED = "deepspeedfp weights, which are read as fp8 with scales of rows: inputs are rounded, too"
 NO_PRODUCTS = "fp8 weights, whose inputs keep 16 bits because this GPU has no fp8 products"
@@ -88,8 +91,12 @@ class Fp8Scheme:
         scale, tensors = self._stored_scale(matrix), {}
         if self._settings.activation_scheme == "static":
             is_used = self._form.static and self._has_products and not matrix.plain
-            one = matrix.stored(INPUT_SCALE, (), FLOATS, other_shapes=((1,),), optional=not is_used)
-            tensors[INPUT_SCALE] = one
+            tensors[INPUT_SCALE] = matrix.stored(
+                *(INPUT_SCALE, (), FLOATS),
+                other_shapes=((1,),),
+                optional=not is_used,
+                other_keys=(OTHER_INPUT_SCALE,),
+            )
         tensors |= {WEIGHT: matrix.stored(WEIGHT, shape, CODES), SCALE: scale}
         to_kept = partial(self._to_kept, matrix, scale.name)
         stored = StoredMatrix(form=self.form, tensors=tensors, to_kept=to_kept, note=self._note)
@@ -99,7 +106,7 @@ class Fp8Scheme:
         block = self._settings.weight_block_size
         if block is None:
             shapes = ((1,), (matrix.outputs,), _turned(matrix, (matrix.outputs, 1)))
-            return matrix.stored(SCALE, (), SCALES, other_shapes=shapes)
+            return matrix.stored(SCALE, (), SCALES, other_shapes=shapes, other_keys=(BLOCK_SCALE,))
         rows, columns = -(-matrix.outputs // block[0]), -(-matrix.inputs // block[1])
         return matrix.stored(BLOCK_SCALE, _turned(matrix, (rows, columns)), SCALES, other_keys=(SCALE,))
 

@@ -120,6 +120,17 @@ async def test_cohere_embeddings(pooling_rig) -> None:
     assert status == 400 and error["error"]["param"] == "texts[1]"
 
 
+async def test_documents_for_cohere_where_queries_alone_have_a_prompt(pooling_rig) -> None:
+    card = msgspec.structs.replace(EMBED, prompts=[NamedPrompt("query", "query: ")])
+    async with pooling_rig(card) as (r, fake):
+        for input_type in ("search_query", "search_document"):
+            status, _ = await r.post("/v2/embed", {"texts": ["abc"], "input_type": input_type})
+            assert status == 200
+        status, error = await r.post("/v2/embed", {"texts": ["abc"], "input_type": "clustering"})
+    assert [call.prompt_name for call in fake.calls] == ["query", None]
+    assert status == 400 and error["error"]["param"] == "input_type"
+
+
 async def test_scores_of_a_cross_encoder(pooling_rig) -> None:
     async with pooling_rig(SCORE) as (r, fake):
         _, one_to_many = await r.post("/score", {"text_1": "a b", "text_2": ["a", "b a", "c"]})

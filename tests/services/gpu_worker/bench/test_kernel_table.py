@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from blockyard.kernels.lora.adapter_table import add_adapters_reference
 from blockyard.kernels.moe.routing import Routing
-from blockyard.services.gpu_worker.bench import experts, latent, sampling, small, timing
+from blockyard.services.gpu_worker.bench import adapters, experts, latent, sampling, small, timing
 from blockyard.services.gpu_worker.bench import row as row_file
 from blockyard.services.gpu_worker.bench.row import Ceilings, Row, row
 
@@ -22,10 +23,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
         return 1e-5
 
     monkeypatch.setattr(row_file, "ceilings", lambda: Ceilings(4e12, 4e12, 800e12, 1e-6))
-    for file in (small, sampling, latent, experts):
+    for file in (adapters, small, sampling, latent, experts):
         monkeypatch.setattr(file, "graph_seconds", graph_seconds)
-        monkeypatch.setattr(file, "copies", lambda num_bytes: 1)
-        monkeypatch.setattr(file, "ROWS", (2,))
+        monkeypatch.setattr(file, "copies", lambda num_bytes, most=1: 1)
+        monkeypatch.setattr(file, "ROWS", (2,), raising=False)
         monkeypatch.setattr(file, "DEVICE", DEVICE)
     monkeypatch.setattr(sampling, "VOCAB", 260)
 
@@ -79,6 +80,21 @@ def test_all_kernels_of_experts_are_measured(monkeypatch: pytest.MonkeyPatch) ->
     rows = experts.measure()
     assert len({(one.name, one.shape) for one in rows}) == len(rows) == 12
     assert rows[3].shape == "1 rows, even, 2 experts hit" and rows[4].name == "down of experts"
+
+
+def test_adapters_are_measured_alone_and_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = adapters.LayerWidths("qkv", 48, (32, 16, 16)), adapters.LayerWidths("down", 64, (24,))
+    for name, value in {"LAYERS": layers, "CASES": ((1, 1), (4, 2)), "RANK": 3, "DTYPE": torch.float16}.items():
+        monkeypatch.setattr(adapters, name, value)
+    rows = adapters.measure()
+    assert [one.shape.partition(",")[0] for one in rows] == ["1 x 48 x 64", "1 x 64 x 24", "4 x 48 x 64", "4 x 64 x 24"]
+    assert rows[2].shape.endswith("2 adapters of rank 3")
+    num_bytes = 2 * (3 * (3 * 48 + 64) + 48 + 2 * 64)
+    assert rows[0].rate == f"{num_bytes / 1e-5 / 1e9:,.0f} GB/s"
+    table = adapters.make_table(layers[0], 2)
+    x, out = torch.randn(3, 48).half(), torch.zeros(3, 64).half()
+    add_adapters_reference(x, torch.tensor([1, 0, -1], dtype=torch.int32), table, out)
+    assert out[:2].count_nonzero() == 128 and not out[2].any()
 
 
 def test_inputs_rotate_over_more_memory_than_the_cache() -> None:

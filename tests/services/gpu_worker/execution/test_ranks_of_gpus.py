@@ -1,6 +1,7 @@
 """What followers with GPUs are told beside forward passes: kernels, graphs that are given up; and sends of prefills."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -72,6 +73,21 @@ def test_a_prefill_that_sends_blocks_records_layers_and_is_computed_by_all(
         tokens.append(collected(runner)[1][0].token_ids)
     assert tokens[0] == tokens[1] and len(tokens[0]) == 1
     assert len(ranks.forwards) == 2
+
+
+def test_followers_measure_scales_in_the_steps_in_which_the_leader_does(ranks: TwoRanks) -> None:
+    """Not in trial steps, nor in those without a prompt of several tokens."""
+    runner, starts = ranks.runner, [started(0, prompt_of(5), greedy(), [6, 7])]
+    for number, is_trial in enumerate((True, False, False)):
+        runner.reset(4)
+        runner.pool.scales_pending = number < 2
+        with runner.pool.trial_steps() if is_trial else nullcontext():
+            runner.launch(StepPlan(1, 1, [], starts, [], [SlotRun(0, 5)]))
+            assert collected(runner)[1][0].token_ids
+    runner.pool.scales_pending = True
+    runner.launch(plan(2, 0))
+    assert collected(runner)[2][0].token_ids
+    assert [one.measures_scales for one in ranks.forwards] == [False, True, False, False]
 
 
 @pytest.mark.parametrize(("size", "num_stages"), [(2, 1), (1, 2)])

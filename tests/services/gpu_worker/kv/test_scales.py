@@ -126,6 +126,22 @@ def test_scales_of_the_first_prompt(tmp_path: Path) -> None:
     assert it.scales.tolist() == [[k_first, v_first], [k_second, v_second]]
 
 
+def test_ranks_with_different_heads_have_the_largest_scales(tmp_path: Path) -> None:
+    it, asked = pool(), list[list[float]]()
+
+    def largest(scales: torch.Tensor) -> torch.Tensor:
+        asked.append(scales.tolist())
+        return torch.maximum(scales, torch.tensor([0.05, 0.001], device=DEVICE))
+
+    kv_scales.set_pool_scales(it, torch.ones(2, 2), config(tmp_path, calculate_kv_scales=True), of_heads=largest)
+    heads = torch.full((3, 2, 16), 2.0, device=DEVICE)
+    it.measure_scales(0, heads, heads)
+    it.measure_row_scale(1, heads)
+    assert it.scales is not None and not it.scales_pending
+    assert asked == [pytest.approx([0.01, 0.02]), pytest.approx([0.01, 0.01])]
+    assert it.scales.tolist() == [pytest.approx([0.05, 0.02]), pytest.approx([0.05, 0.01])]
+
+
 def test_scrub_clears_8_bit_blocks_that_are_not_finite() -> None:
     it = pool()
     it.runs[0][1, 3] = torch.full((2, 2, 8, 16), float("nan"), device=DEVICE).to(it.dtype)

@@ -3,16 +3,20 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from placed_adapters import read_adapter
+from peft_adapters import save_adapter
+from placed_adapters import EXACT, read_adapter
 from safetensors.torch import load_file, save_file
 from tiny_models import BY_NAME, start
 
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, read_modules
 from blockyard.services.gpu_worker.lora.targets import ModelTargets
+from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
+from blockyard.services.gpu_worker.parallel.replicas import ExpertExchange
+from blockyard.services.gpu_worker.parallel.shares import WHOLE
 from blockyard.shared.errors import AdapterError
 
 PREFIX = "base_model.model.model.layers.1.self_attn.q_proj"
@@ -149,3 +153,14 @@ def test_a_rank_above_the_limit(targets: ModelTargets, tmp_path: Path) -> None:
     write(tmp_path)
     with pytest.raises(AdapterError, match="--max-lora-rank is 3"):
         read_adapter(tmp_path, targets, AdapterLimits(dtype=torch.float32, max_rank=3))
+
+
+def test_experts_that_several_workers_have_together(tmp_path: Path) -> None:
+    """Rows reach them without their adapter: one that changes experts is refused, and no layer of it is left out."""
+    theirs = BY_NAME["qwen3-moe"].save(tmp_path / "base")
+    save_adapter(theirs, tmp_path / "adapter", target_modules="all-linear")
+    model = start(tmp_path / "base").model
+    read_adapter(tmp_path / "adapter", ModelTargets(model), EXACT)
+    model.table.exchange = ExpertExchange(cast(RankGroup, None), WHOLE)
+    with pytest.raises(AdapterError, match=r"changes experts, such as model.layers.0.mlp.experts.*: workers that have"):
+        read_adapter(tmp_path / "adapter", ModelTargets(model), EXACT)

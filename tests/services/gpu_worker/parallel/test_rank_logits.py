@@ -49,7 +49,7 @@ def test_uneven_shares(size: int, tmp_path: Path) -> None:
 
 def test_experts_that_are_whole(tmp_path: Path) -> None:
     """Stacked and one by one, transposed, in pairs, with biases, weights of the input, shared experts."""
-    difference = compared(3, list(MIXTURES), tmp_path, "--spread")
+    difference = compared(4, list(MIXTURES), tmp_path, "--spread")
     assert max(map(difference, MIXTURES)) <= 1e-4
 
 

@@ -9,8 +9,12 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
+from packed_model import load_model, run_packed
 from quantized_checkpoint import is_projection, logits
 from safetensors.torch import load_file, save_file
+from sentence_folders import save_sentence_folder
+from sentence_transformers.base.modules import Dense, Normalize
+from sentence_transformers.sentence_transformer.modules import Pooling
 from tiny_models import BY_NAME, start
 from torch import Tensor
 
@@ -18,6 +22,7 @@ from blockyard.services.gpu_worker.quantization.dense import UnquantizedLinear
 from blockyard.services.gpu_worker.quantize.__main__ import table
 from blockyard.services.gpu_worker.quantize.folder import quantize
 from blockyard.services.gpu_worker.quantize.rounding import Rounding
+from blockyard.shared.config.pooling.sentence_modules import read_modules
 from blockyard.shared.errors import ConfigError
 
 HOW = {
@@ -102,10 +107,26 @@ def test_layers_that_are_stored_as_inputs_by_outputs_are_refused(tmp_path: Path)
     assert not (tmp_path / "target").exists()
 
 
+def test_an_encoder_with_modules(tmp_path: Path) -> None:
+    """Its layers have other names, and the folders of modules go along."""
+    save_sentence_folder(tmp_path / "m", Pooling(32, "mean"), Dense(32, 20), Normalize())
+    written = quantize(tmp_path / "m", tmp_path / "target", Rounding("int8"))
+    errors = {name: one.relative_error for name, one in written.layers.items()}
+    assert 0 < errors.pop("encoder.layer.0") < 0.01 and 0 < errors.pop("encoder.layer.1") < 0.01
+    assert errors == {"": 0.0}
+    before, after = read_modules(tmp_path / "m"), read_modules(tmp_path / "target")
+    assert after == before is not None
+    texts = [[5, 9, 17, 31], [40]]
+    exact, rounded = (torch.cat(run_packed(load_model(tmp_path / one), texts)) for one in ("m", "target"))
+    assert 0 < float((rounded - exact).norm() / exact.norm()) < 0.05
+
+
 def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
     of_source, target = source(tmp_path, "llama"), tmp_path / "target"
     with pytest.raises(ConfigError, match=r"--group 48: model\.layers\.0\.\S+ has 64 inputs; --ignore it"):
         quantize(of_source, target, Rounding("w4", 48))
+    with pytest.raises(ConfigError, match="source: no linear layer is left to quantize"):
+        quantize(of_source, target, Rounding("int8", ignore=["model.layers"]))
     with pytest.raises(ConfigError, match="--ignore vision: no matrix of the model has that name"):
         quantize(of_source, target, Rounding("int8", ignore=["lm_head", "vision"]))
     assert not target.exists()

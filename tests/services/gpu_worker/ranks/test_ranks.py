@@ -3,6 +3,7 @@
 A follower that is killed, stopped or fails ends the leader.
 """
 
+import ast
 import os
 import signal
 import subprocess
@@ -21,8 +22,8 @@ from ties import Ties
 from tiny_models import BY_NAME, greedy_score, settings
 
 from blockyard.services.gpu_worker import engine
+from blockyard.services.gpu_worker.execution import ranks
 from blockyard.services.gpu_worker.execution.cuda import follower_steps
-from blockyard.services.gpu_worker.execution.ranks import follower
 from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
 from blockyard.services.gpu_worker.parallel.commands import Begin, CopyBlocks
 from blockyard.services.gpu_worker.ranks.leader_team import LeaderTeam
@@ -247,8 +248,12 @@ def test_a_rank_short_of_memory_is_named(folder: Path, tmp_path: Path, layers: l
     assert "--max-model-len 160 or less" in str(error)
 
 
-def test_a_follower_reads_no_clock() -> None:
-    """Its steps follow from the stream alone."""
-    for module in (follower, follower_steps):
-        source = Path(module.__file__).read_text("utf-8")
-        assert "import time" not in source and "random" not in source
+def test_steps_of_followers_read_no_clock() -> None:
+    """They follow from the stream alone, as do those of a leader in the same package."""
+    files = [*Path(ranks.__file__).parent.glob("*.py"), Path(follower_steps.__file__)]
+    assert len(files) > 5
+    for file in files:
+        nodes = list(ast.walk(ast.parse(file.read_text("utf-8"))))
+        names = [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
+        names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+        assert not {name.partition(".")[0] for name in names} & {"time", "datetime", "random", "secrets"}, file

@@ -12,7 +12,7 @@ from .transfer_program import COUNTED, TRANSFER_SHAPES, WORKERS, TransferProgram
 
 EVENTS = 420  # of one history
 IS_LONG = settings.get_current_profile_name() == "long"
-HISTORIES = 2000 if IS_LONG else 200
+HISTORIES = 2000 if IS_LONG else 120
 LEAST = 55_000 * HISTORIES // 200  # steps of the scheduler in all histories; the invariants are checked after each
 RARE = {"differences found by audits"}  # a few in hundreds of histories, all in one or two of them
 

@@ -4,6 +4,7 @@ import pytest
 
 from blockyard.shared.config.pooling.activations import Activation, choose_activation, num_labels
 from blockyard.shared.config.pooling.modes import PoolingMode
+from blockyard.shared.config.pooling.output_kinds import OutputKind, default_pooling
 from blockyard.shared.config.pooling.pooler_config import PoolerOverrides, read_overrides
 from blockyard.shared.config.pooling.pooling_choice import choose_pooling, dimensions_problem
 from blockyard.shared.config.pooling.sentence_modules import (
@@ -27,6 +28,24 @@ def test_default_of_the_model() -> None:
     found = choose_pooling(PoolingMode.LAST, 8, None, NOTHING)
     assert (found.modes, found.width, found.normalize) == ((PoolingMode.LAST,), 8, True)
     assert found.describe() == "pooling: LAST (default of the model), 8 numbers, normalized"
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_kv", "config", "mode"),
+    [
+        (OutputKind.NONE, True, {}, PoolingMode.LAST),
+        (OutputKind.CLASSES, True, {}, PoolingMode.LAST),
+        (OutputKind.NONE, False, {}, PoolingMode.CLS),
+        (OutputKind.CLASSES, False, {"classifier_pooling": "mean"}, PoolingMode.MEAN),
+        (OutputKind.CLASSES, False, {"use_bidirectional_attention": True}, PoolingMode.LAST),
+        (OutputKind.NONE, False, {"use_bidirectional_attention": True}, PoolingMode.MEAN),
+        (OutputKind.TOKEN_CLASSES, False, {}, PoolingMode.ALL),
+    ],
+)
+def test_the_default_of_an_output_layer(
+    kind: OutputKind, has_kv: bool, config: dict[str, object], mode: PoolingMode
+) -> None:
+    assert default_pooling(kind, has_kv=has_kv, config=config) is mode
 
 
 def test_the_folder_goes_before_the_default() -> None:

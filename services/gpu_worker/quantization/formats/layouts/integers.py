@@ -25,7 +25,7 @@ from blockyard.shared.errors import ConfigError, LoadError
 
 WORDS = frozenset({torch.int32})  # that codes are packed in
 WORD_BITS = 32
-_IN_BLOCK = re.compile(r"(^|\.)(layers|h|blocks)\.\d+\.")
+_IN_BLOCK = re.compile(r"(^|\.)(layers?|h|blocks)\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import reference_experts
 import torch
-from device_adapters import KERNELS, start_on
+from device_adapters import start_on
 from peft_adapters import Batch, load_adapters, save_adapter
-from placed_adapters import EXACT, finished, read_adapter
+from placed_adapters import EXACT, KERNELS, finished, read_adapter
 from reference_ops import ReferenceOps, run_ahead
 from slot_plans import greedy, prompt_of
 from tiny_models import BY_NAME, settings, start

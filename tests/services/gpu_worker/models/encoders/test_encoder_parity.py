@@ -56,6 +56,8 @@ def test_hidden_states_and_outputs(pair: tuple[Tiny, Any, Model]) -> None:
             got = ours.logits(hidden)
         elif tiny.name == "modernbert-mean":
             got = ours.logits(hidden.mean(0, keepdim=True))
+        elif tiny.name == "embeddinggemma-classes":
+            got = ours.logits(hidden[-1:])
         else:
             got = ours.logits(hidden[:1])
         assert outputs.numel() == 1 or float(outputs.std()) > 0.03

@@ -22,7 +22,7 @@ from quantized_checkpoint import check_dummy_weights, check_lack, check_logits, 
 from safetensors.torch import load_file, save_file
 from tiny_models import BY_NAME, start
 from torch import Tensor
-from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
+from transformers.integrations.finegrained_fp8 import FP8Linear, _dequantize_fp8_weight
 
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.routing import Routing
@@ -50,6 +50,21 @@ def test_logits(tmp_path: Path, model: str, scales: str) -> None:
 @pytest.mark.parametrize(("model", "method"), [("llama", "fp8"), ("mixtral", "fp8"), ("deepseek-v3", "fbgemm_fp8")])
 def test_static_scales_of_inputs(tmp_path: Path, model: str, method: str) -> None:
     check_logits(write_fp8(tmp_path, model, "tensor", static=True, method=method), round_statically)
+
+
+@pytest.mark.parametrize("scheme", ["static", "dynamic"])
+def test_names_of_transformers(tmp_path: Path, scheme: str) -> None:
+    """As Ministral 3 has them: one scale for all has the name of a block's."""
+    made = write_fp8(tmp_path, "llama", "tensor", static=scheme == "static")
+    others = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+    tensors = load_file(made.packed / "model.safetensors")
+    for name in [name for name in tensors if name.endswith((*others,))]:
+        head, _, last = name.rpartition(".")
+        tensors[f"{head}.{others[last]}"] = tensors.pop(name)
+    save_file(tensors, made.packed / "model.safetensors")
+    names = {name.rpartition(".")[2] for name in tensors if name.startswith("model.layers.0.mlp.up_proj.")}
+    assert names == {*FP8Linear(4, 4, activation_scheme=scheme).state_dict()}
+    check_logits(made, round_statically if scheme == "static" else round_rows)
 
 
 def test_of_static_scales_in_a_product_the_largest_counts(tmp_path: Path) -> None:
@@ -100,8 +115,9 @@ def change_config(folder: Path, **fields: Any) -> None:
 
 
 def test_parts_that_are_not_quantized_alike(tmp_path: Path) -> None:
-    """Their product is cut; and what a file names without a matrix is said."""
+    """Their product is cut; and what a file names, but has not, is said: norms are there."""
     left_out = ["re:.*layers[.]1[.]self_attn[.]k_proj", "model.layers.2.mlp", "vision_tower"]
+    left_out += ["model.layers.0.input_layernorm", "model.norm", "layers.9.mlp"]
 
     def some(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
         is_out = name.endswith("1.self_attn.k_proj") or "layers.2.mlp" in name
@@ -114,7 +130,7 @@ def test_parts_that_are_not_quantized_alike(tmp_path: Path) -> None:
     assert [one.form for one in cut.methods] == ["Fp8W8A8", "dense", "Fp8W8A8"]
     notes = packed.model.table.describe_unused()
     assert "products that are cut because their parts are not quantized alike: model.layers.1.self_attn.q_proj" in notes
-    assert "quantization_config names what the model does not have: vision_tower" in notes
+    assert "quantization_config names what the model does not have: vision_tower, layers.9.mlp" in notes
     assert any("dequantized because the CPU has no product of them" in line for line in notes)
     plain = start(made.plain, max_model_len=64)
     for linear, like in zip(plain.model.linears(), packed.model.linears(), strict=True):
@@ -246,6 +262,28 @@ def test_stacked_experts(kind: str, in_pairs: bool) -> None:
             gate, up = (numbers[0][expert] @ round_eights(x[row])).chunk(2)
             want += factor * (numbers[1][expert] @ round_eights(F.silu(gate) * up))
         torch.testing.assert_close(got[row], want, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("model", ["llama4", "gemma4-moe"])
+def test_experts_that_are_stored_one_by_one_instead(tmp_path: Path, model: str) -> None:
+    """llm-compressor makes linear layers of the experts that transformers stacks."""
+    made, transposed = write_fp8(tmp_path, model, "row"), model == "llama4"
+    plain, packed = (load_file(one / "model.safetensors") for one in (made.plain, made.packed))
+    for name in [name for name in packed if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        stack, kinds = packed.pop(name), ("gate_proj", "up_proj") if "gate" in name else ("down_proj",)
+        numbers = []
+        for i, matrix in enumerate(stack.mT if transposed else stack):
+            for kind, own in zip(kinds, matrix.chunk(len(kinds)), strict=True):
+                stored = store("row", False, f"{name.rpartition('.')[0]}.{i}.{kind}", own)
+                assert stored is not None
+                packed |= stored[0]
+                numbers.append(stored[1])
+        stacked = torch.cat(numbers).view(stack.mT.shape if transposed else stack.shape)
+        plain[name] = (stacked.mT if transposed else stacked).contiguous()
+    for folder, tensors in ((made.plain, plain), (made.packed, packed)):
+        save_file(tensors, folder / "model.safetensors")
+    runner = check_logits(made, round_rows)
+    assert {one.method.form for one in runner.model.linears()} == {"Fp8W8A8", "dense"}
 
 
 def round_eights(x: Tensor) -> Tensor:

@@ -1,0 +1,70 @@
+"""Times what LoRA adapters add to the linear layers of Llama-3.1-8B: both products of all parts of a layer."""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from blockyard.kernels.lora.adapter_table import NO_OFFSET, AdapterTable
+from blockyard.kernels.lora.add_adapters import add_adapters
+from blockyard.services.gpu_worker.bench.row import Row, row
+from blockyard.services.gpu_worker.bench.timing import DEVICE, copies, graph_seconds
+
+
+class LayerWidths(NamedTuple):
+    name: str
+    inputs: int
+    sizes: tuple[int, ...]  # outputs of each part
+
+
+LAYERS = (
+    LayerWidths("qkv", 4096, (4096, 1024, 1024)),
+    LayerWidths("o", 4096, (4096,)),
+    LayerWidths("gate and up", 4096, (14336, 14336)),
+    LayerWidths("down", 14336, (4096,)),
+)
+RANK = 16
+CASES = ((1, 1), (64, 1), (64, 8), (64, 64), (2048, 1))  # rows and adapters
+MOST_COPIES = 1024  # the matrices of one adapter are small
+DTYPE = torch.bfloat16
+
+
+def measure() -> list[Row]:
+    with torch.inference_mode(), torch.device(DEVICE):
+        return [_layer(layer, *case) for case in CASES for layer in LAYERS]
+
+
+def _layer(layer: LayerWidths, rows: int, num_adapters: int) -> Row:
+    """Each adapter has as many rows, one behind the other."""
+    outputs, item = sum(layer.sizes), DTYPE.itemsize
+    pair_elements = RANK * (layer.inputs * len(layer.sizes) + outputs)
+    num_bytes = item * (num_adapters * pair_elements + rows * (layer.inputs + 2 * outputs))
+    num = copies(num_bytes, MOST_COPIES)
+    table, first = make_table(layer, num * num_adapters), torch.arange(num_adapters)
+    calls = []
+    for i in range(num):
+        places = (i * num_adapters + first).repeat_interleave(rows // num_adapters).int()
+        x, out = torch.randn(rows, layer.inputs).to(DTYPE), torch.zeros(rows, outputs, dtype=DTYPE)
+        calls.append(partial(add_adapters, x, places, table, out))
+    adapters = "1 adapter" if num_adapters == 1 else f"{num_adapters} adapters"
+    shape = f"{rows} x {layer.inputs} x {outputs}, {adapters} of rank {RANK}"
+    return row(f"adapters of {layer.name}", shape, graph_seconds(calls), num_bytes, 2 * rows * pair_elements)
+
+
+def make_table(layer: LayerWidths, num_places: int) -> AdapterTable:
+    """Random adapters of one layer."""
+    offsets, end = list[list[int]](), 0
+    for size in layer.sizes:
+        offsets.append([end, end + RANK * layer.inputs, NO_OFFSET])
+        end += RANK * (layer.inputs + size)
+    starts = [sum(layer.sizes[:part]) for part in range(len(layer.sizes))]
+    return AdapterTable(
+        torch.randn(num_places * end).to(DTYPE),
+        torch.tensor([offsets]).repeat(num_places, 1, 1),
+        torch.full((num_places, len(layer.sizes)), RANK, dtype=torch.int32),
+        torch.tensor(starts, dtype=torch.int32),
+        torch.tensor(layer.sizes, dtype=torch.int32),
+        max(layer.sizes),
+        RANK,
+        place_size=end,
+    )
