@@ -7,12 +7,13 @@ they do in host memory, and tables say where each one begins.
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from blockyard.kernels.lora.adapter_table import NO_OFFSET, OFFSETS, AdapterTable
+from blockyard.kernels.lora.adapter_table import ALIGNED, NO_OFFSET, OFFSETS, AdapterTable
 from blockyard.kernels.lora.adapter_tokens import COLUMNS, AdapterTokens
 from blockyard.services.gpu_worker.host_link import HostLink
 from blockyard.services.gpu_worker.layers.embedding import HEAD
@@ -33,6 +34,7 @@ from blockyard.services.gpu_worker.lora.device.packed_adapter import (
     PackedEntries,
     PackedTokens,
     aligned,
+    delta_size,
     pack_tokens,
     total_size,
 )
@@ -40,7 +42,7 @@ from blockyard.services.gpu_worker.lora.module_tensors import EXPERTS, last_name
 from blockyard.services.gpu_worker.lora.places import HostAdapter
 from blockyard.services.gpu_worker.lora.ranks.layer_share import LayerShare
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
-from blockyard.services.gpu_worker.lora.targets import AdaptedLayer, ModelTargets, adapted_layers, layer_shares
+from blockyard.services.gpu_worker.lora.targets import AdaptedLayer, Delta, ModelTargets, adapted_layers, layer_shares
 from blockyard.services.gpu_worker.lora.token_rows import EmbeddingDelta, TokenDeltas
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.shared.errors import AdapterError
@@ -77,6 +79,10 @@ class DevicePlaces:
         self._embedding = self._token_table(self._tokens.most_embedding) if self._tokens.has_embedding else None
         self._head = self._token_table(limits.max_rows) if self._tokens.head_layer is not None else None
         self._added = self._token_table(self._tokens.num_extra) if self._tokens.num_extra else None
+        self._batch_invariant = any(linear.is_batch_invariant for linear in model.linears())
+        if kernels.tile_rows is not None:
+            tile_rows = partial(kernels.tile_rows, num_places=num_places, batch_invariant=self._batch_invariant)
+            self._rows.tile_rows = tile_rows
         self._copier = ThreadPoolExecutor(1, "adapters")  # to pinned memory, while steps go on
         self._copies = link.stream()
         self._copied = self._copies.event()
@@ -94,18 +100,17 @@ class DevicePlaces:
         tokens = adapter.tokens or TokenDeltas()
         embedding = tokens.embedding if tokens.embedding is not None and self._embedding is not None else None
         embedding, (head, added) = embedding or EmbeddingDelta(), self._head_rows(tokens)
-        deltas = [delta for of_layer in adapter.deltas.values() for delta in of_layer]
         matrices = None if embedding.a is None or embedding.b is None else (embedding.a, embedding.b)
         rows = [] if embedding.rows is None else [(embedding.rows.token_ids, embedding.rows.values)]
         of_tokens = [*(values for _, values in (*rows, *head, *added)), *(matrices or ())]
-        total = total_size(iter([*(one for delta in deltas for one in delta.tensors()), *of_tokens]))
+        placed = {layer: [self._entry(layer, delta) for delta in of] for layer, of in adapter.deltas.items()}
+        total = sum(delta_size(delta, sizes) for of in placed.values() for _, sizes, delta in of)
+        total += total_size(of_tokens)
         self._check_room(adapter, total)
         packer, entries = AdapterPacker(self._link, self._dtype, total), PackedEntries(self._firsts[-1])
-        for layer, of_layer in adapter.deltas.items():
-            share = self._shares[layer]
-            for delta in of_layer:
-                part = share.starts.index(delta.start)
-                entries.set(self._firsts[layer] + part, share.sizes[part:], delta, packer)
+        for of_layer in placed.values():
+            for entry, sizes, delta in of_layer:
+                entries.set(entry, sizes, delta, packer)
             yield True
         tables: list[PackedTokens | None] = []
         for table, own, pair in zip(self._tables, (rows, head, added), (matrices, None, None), strict=True):
@@ -143,6 +148,12 @@ class DevicePlaces:
                     table.token_ids[place].copy_(own.token_ids, non_blocking=True)
         self._copied.record()
         self._copied.hold_steps()
+
+    def _entry(self, layer: int, delta: Delta) -> tuple[int, Sequence[int], Delta]:
+        """The entry of a delta's first part, and the outputs of that part and of those behind it."""
+        share = self._shares[layer]
+        part = share.starts.index(delta.start)
+        return self._firsts[layer] + part, share.sizes[part:], delta
 
     def _check_room(self, adapter: HostAdapter, total: int) -> None:
         for layer in adapter.deltas:
@@ -200,6 +211,8 @@ class DevicePlaces:
             max_rank,
             self._own_ranks[:, of_layers] if share.sums_between else None,
             self._place_size,
+            is_wide=not any(one % ALIGNED for one in (*share.starts, *share.sizes)),
+            batch_invariant=self._batch_invariant,
         )
 
     def _token_table(self, most: int) -> AdapterTokens:

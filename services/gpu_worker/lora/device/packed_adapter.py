@@ -1,18 +1,17 @@
 """An adapter in host memory from which a device copies, and where its matrices begin."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from blockyard.kernels.lora.adapter_table import NO_OFFSET, OFFSETS
+from blockyard.kernels.lora.adapter_table import ALIGNED, NO_OFFSET, OFFSETS
 from blockyard.kernels.lora.adapter_tokens import COLUMNS
 from blockyard.services.gpu_worker.host_link import HostLink
 from blockyard.services.gpu_worker.lora.targets import Delta
 
-ALIGNED = 16  # elements; matrices begin at such places, for wide loads
 CHUNK_BYTES = 8 << 20  # pinned at once: pinning takes about as long as copying, and no step is launched meanwhile
 
 
@@ -87,21 +86,33 @@ class PackedEntries:
     def set(self, first: int, sizes: Sequence[int], delta: Delta, packer: AdapterPacker) -> None:
         """first: the entry of the delta's first part. sizes: outputs of that part and of those behind it, of which a
         stack of experts changes several."""
-        a, b, bias = (None if one is None else packer.add(one) for one in (delta.a, delta.b, delta.bias))
-        done = 0
-        for entry, size in enumerate(sizes, first):
-            if done == delta.size:
-                break
+        a = NO_OFFSET if delta.a is None else packer.add(delta.a)
+        for entry, (b, bias) in enumerate(_of_parts(delta, sizes), first):
             self._ranks[entry] = delta.rank
             self._own_ranks[entry] = delta.own_start, 0 if delta.a is None else len(delta.a)
-            for i, (at, step) in enumerate(((a, 0), (b, delta.rank), (bias, 1))):
-                if at is not None:
-                    self._offsets[entry, i] = at + done * step
-            done += size
-        assert done == delta.size, f"{delta.size} outputs are not those of whole parts"
+            self._offsets[entry] = a, *(NO_OFFSET if one is None else packer.add(one) for one in (b, bias))
 
     def on_host(self, link: HostLink) -> tuple[Tensor, Tensor, Tensor]:
         return on_host(self._offsets, link), on_host(self._ranks, link), on_host(self._own_ranks, link)
+
+
+def delta_size(delta: Delta, sizes: Sequence[int]) -> int:
+    """Elements that a delta takes; see `PackedEntries.set`."""
+    found = [delta.a, *(one for of_part in _of_parts(delta, sizes) for one in of_part)]
+    return total_size(one for one in found if one is not None)
+
+
+def _of_parts(delta: Delta, sizes: Sequence[int]) -> list[tuple[Tensor | None, Tensor | None]]:
+    """The rows of B and the bias of each part."""
+    found, done = list[tuple[Tensor | None, Tensor | None]](), 0
+    for size in sizes:
+        if done == delta.size:
+            break
+        b, bias = (None if one is None else one[done : done + size] for one in (delta.b, delta.bias))
+        found.append((b, bias))
+        done += size
+    assert done == delta.size, f"{delta.size} outputs are not those of whole parts"
+    return found
 
 
 def pack_tokens(
@@ -131,6 +142,6 @@ def aligned(count: int) -> int:
     return -(-count // ALIGNED) * ALIGNED
 
 
-def total_size(tensors: Iterator[Tensor]) -> int:
+def total_size(tensors: Iterable[Tensor]) -> int:
     """Elements that tensors take."""
     return sum(aligned(one.numel()) for one in tensors)

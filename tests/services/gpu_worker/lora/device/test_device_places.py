@@ -196,7 +196,7 @@ def test_kernels_of_steps_with_adapters_are_recorded(
     runner, seen = start(folders[0], lora=lora), list[int]()
     monkeypatch.setattr(record_kernels, "make_device_ops", lambda pool, fused_steps: ReferenceOps())
 
-    def add(x: torch.Tensor, *arguments: object) -> None:
+    def add(x: torch.Tensor, *arguments: object, **others: object) -> None:
         seen.append(len(x))
 
     if lora is not None:
