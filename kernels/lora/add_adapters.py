@@ -20,10 +20,8 @@ from blockyard.kernels.tensor_checks import check_tensor
 
 _RANKS = 16  # the fewest of a product on tensor cores
 _INPUTS = 128  # of a step of 16-bit numbers, and half of 32-bit ones
-_PROGRAMS = 2048  # at most, as far as tiles can share one
-_SPLITS = 8
-_SPLITS_ALONE = 32  # of tiles of one row
-_SPLIT_PROGRAMS = 264  # that a split has to make: two for each multiprocessor
+_PROGRAMS = 4096  # at most, as far as tiles can share one
+_ENOUGH = 264  # programs of a shrink of many rows: two for each multiprocessor
 _WIDE = 8  # elements of a wide load
 
 
@@ -63,19 +61,15 @@ def add_adapters(
     padded, rows = ceil_div(table.max_rank, _RANKS) * _RANKS, max(next_power_of_2(tile), TILE)
     numbers = _RANKS if rows == TILE else min(next_power_of_2(parts * padded), 64)
     in_tile = _INPUTS if max(x.element_size(), table.arena.element_size()) == 2 else _INPUTS // 2
-    most_splits = _SPLITS_ALONE if tile == 1 and not table.batch_invariant else _SPLITS
-    splits = most_splits
-    if rows != TILE and not table.batch_invariant:
-        splits = min(max(_SPLIT_PROGRAMS * rows // pairs, 1), most_splits)
-    steps = ceil_div(inputs, in_tile * (splits if between is None else 1))
+    most_splits, wanted = _splits(inputs, tile, pairs, batch_invariant=table.batch_invariant)
+    steps = ceil_div(inputs, in_tile * (wanted if between is None else 1))
     splits, num_numbers = ceil_div(inputs, steps * in_tile), ceil_div(parts * padded, numbers)
     make = torch.empty if between is None else torch.zeros  # of numbers that other GPUs have, it adds zeros
     h = make((splits, pairs, parts, table.max_rank), dtype=torch.float32, device=x.device)
     own = table.ranks if table.own_ranks is None else table.own_ranks
     facts = {
         "OFFSETS": OFFSETS, "ALIGNED": ALIGNED, "TILE": tile, "ROWS": rows, "EXPERTS": experts is not None,
-        "EARLY": is_early, "PDL": pdl,
-        "num_warps": 8 if rows > LARGE_TILE else 4, **pdl_options(pdl),
+        "EARLY": is_early, "PDL": pdl, "num_warps": 8 if rows > LARGE_TILE else 4, **pdl_options(pdl),
     }  # fmt: skip
     shrink_kernel[_groups(num_tiles, num_numbers * splits), num_numbers, splits](
         x, tiles.rows, tiles.owners, places, table.arena, table.offsets, table.ranks, own, h, pairs, num_tiles, steps,
@@ -101,6 +95,15 @@ def _make_tiles(places: Tensor, table: AdapterTable, experts: Tensor | None) -> 
         return tile_rows(places, len(table.ranks), batch_invariant=table.batch_invariant)
     mapped = map_experts(experts, table.num_experts, TILE)
     return AdapterTiles(mapped.pairs, mapped.experts, TILE)
+
+
+def _splits(inputs: int, tile: int, pairs: int, *, batch_invariant: bool) -> tuple[int, int]:
+    """Programs among which the inputs are split, at most and in fact; if batch-invariant, whatever the rows are."""
+    if tile == 1 and not batch_invariant:
+        return 32, min(ceil_div(inputs, 128), 32)
+    most = 16 if tile <= TILE or batch_invariant else 8
+    splits = min(ceil_div(inputs, 512), most)
+    return most, splits if tile <= TILE or batch_invariant else min(splits, max(_ENOUGH * tile // pairs, 1))
 
 
 def _groups(num_tiles: int, others: int) -> int:

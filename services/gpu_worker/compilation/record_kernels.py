@@ -109,7 +109,7 @@ def _launch_steps(model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, num_e
     seen = {rows_of_tile(steps.capacity, batch_invariant=need.batch_invariant)}
     for size in steps.sizes:
         tile = rows_of_tile(size.rows, batch_invariant=need.batch_invariant)
-        if not size.is_adapted or tile not in seen or model.experts():  # others differ in no kernel of adapters
+        if not size.is_adapted or size.rows == 1 or tile not in seen or model.experts():  # others have the same kernels
             steps.forward(size)
         if size.is_adapted:
             seen.add(tile)

@@ -128,7 +128,7 @@ def test_rows_in_8_bits_with_a_measured_scale(dtype: torch.dtype) -> None:
     torch.manual_seed(5)
     case = Case(0, (12, 3), [0, 0])
     pool = KVPool(SHAPE, BLOCKS, SIZE, dtype, DEVICE)
-    pool.measure_next_prefill()
+    pool.measure_next_prefill(None)
     attend, wanted = build_attention(pool, AttentionMetadata(case.rows, case.starts, 0)), []
     for layer, shape in enumerate(SHAPE.attention):
         query, latent = case.inputs()

@@ -15,6 +15,8 @@ from reference_ops import ReferenceOps, run_ahead
 from slot_plans import greedy, prompt_of
 from tiny_models import BY_NAME, settings, start
 
+from blockyard.kernels.lora.adapter_table import AdapterTiles
+from blockyard.kernels.lora.adapter_tiles import tile_rows
 from blockyard.kernels.lora.adapter_tokens import adapt_embeddings_reference, replace_logits_reference
 from blockyard.kernels.lora.add_to_heads import add_to_heads_reference
 from blockyard.services.gpu_worker.compilation import record_kernels
@@ -193,15 +195,20 @@ def test_kernels_of_steps_with_adapters_are_recorded(
     lora: LoraConfig | None, folders: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the start, so that the first request with an adapter waits for no compiler."""
-    runner, seen = start(folders[0], lora=lora), list[int]()
+    runner, seen, tiled = start(folders[0], lora=lora), list[int](), list[int]()
     monkeypatch.setattr(record_kernels, "make_device_ops", lambda pool, fused_steps: ReferenceOps())
 
     def add(x: torch.Tensor, *arguments: object, **others: object) -> None:
         seen.append(len(x))
 
+    def tile(places: torch.Tensor, num_places: int, *, batch_invariant: bool = False) -> AdapterTiles:
+        tiled.append(len(places))
+        return tile_rows(places, num_places, batch_invariant=batch_invariant)
+
     if lora is not None:
         with torch.inference_mode():
-            kernels = AdapterKernels(add, add_to_heads_reference, adapt_embeddings_reference, replace_logits_reference)  # type: ignore[arg-type]
+            others = (add_to_heads_reference, adapt_embeddings_reference, replace_logits_reference)
+            kernels = AdapterKernels(add, *others, tile)  # type: ignore[arg-type]
             DevicePlaces(runner.model, 2, LIMITS, kernels, torch.device("cpu"), SameMemory())
     config = settings(folders[0], lora=lora, max_num_seqs=4, max_num_batched_tokens=16)
     need = KVMemoryNeed(
@@ -210,3 +217,4 @@ def test_kernels_of_steps_with_adapters_are_recorded(
     with torch.inference_mode():
         record_kernels._launch_steps(runner.model, need, torch.float32, 1, config)
     assert set(seen) == ({1, 4, 16} if lora is not None else set())
+    assert set(tiled) == (set(range(1, 17)) if lora is not None else set())
