@@ -40,17 +40,20 @@ check: test-ready
 	$(RUN) -m ruff format --check --quiet services shared kernels tests compose
 	$(RUN) -m mypy
 
-# The suite is meant for two cores. Its processes wait for others a sixth of the time, so that there are three.
+# The suite is meant for two cores. Its processes wait for others a sixth of the time, so that there are three; those of
+# rings wait longer, and are four.
 SLOWEST := -q --durations=15 --durations-min=5
 # Files run in the order of their names: those with the fewest tests, which would be the last, take long.
-BY_3 := -n 3 --dist loadfile --no-loadscope-reorder
+BY_FILE := --dist loadfile --no-loadscope-reorder
 # Tests in which a delay of the machine itself would be taken for a fault have it nearly to themselves: kernels beside
 # them compute on what they leave. `make pytest ARGS=tests/shared` runs these alone.
-ALONE := $(addprefix integration/,failures/test_freezes.py failures/test_tokenizer_faults.py workers/test_several_hosts.py workers/test_ray_ranks.py) \
+ALONE := $(addprefix integration/,failures/test_freezes.py failures/test_tokenizer_faults.py workers/test_ray_ranks.py) \
 	$(addprefix services/bench/,test_suite.py parallel/test_measures.py prefill_decode/test_measures.py)
 # gives way to all: Linux shares a core among sessions first, and then among the processes of each
 IDLE := nice -n 19 sh -c 'echo 19 >/proc/self/autogroup || true; exec "$$0" "$$@"'
-OTHERS := $(addprefix --ignore=tests/,integration kernels $(ALONE))
+# those that take as long as what runs alone; the other kernels run with the models
+KERNELS := kernels/attention kernels/moe
+OTHERS := $(addprefix --ignore=tests/,integration $(KERNELS) $(ALONE))
 RINGS := $(filter-out %__pycache__/,$(wildcard tests/integration/*/ tests/integration/test_*.py)) $(ALONE:%=--ignore=tests/%)
 # Tests of whole rings that fail beside others, whose rings take their cores, must pass by themselves.
 LATE := --last-failed --last-failed-no-failures none -rfEp
@@ -60,12 +63,12 @@ ifdef ARGS
 else
 pytest: export OMP_NUM_THREADS := 1
 pytest:
-	$(RUN) -m pytest $(SLOWEST) $(BY_3) $(OTHERS)
-	@log=$$(mktemp); setsid $(IDLE) $(RUN) -m pytest $(SLOWEST) --timeout=1200 tests/kernels >$$log 2>&1 & kernels=$$!; \
+	$(RUN) -m pytest $(SLOWEST) -n 3 $(BY_FILE) $(OTHERS)
+	@log=$$(mktemp); setsid $(IDLE) $(RUN) -m pytest $(SLOWEST) --timeout=1200 $(KERNELS:%=tests/%) >$$log 2>&1 & kernels=$$!; \
 	trap 'kill $$kernels' INT TERM; \
 	$(RUN) -m pytest $(SLOWEST) $(ALONE:%=tests/%); alone=$$?; \
 	wait $$kernels; kernels=$$?; cat $$log; rm $$log; test $$alone = 0 -a $$kernels = 0
-	$(RUN) -m pytest $(SLOWEST) $(BY_3) $(RINGS) || \
+	$(RUN) -m pytest $(SLOWEST) -n 4 $(BY_FILE) $(RINGS) || \
 	{ $(RUN) -m pytest $(SLOWEST) $(LATE) $(RINGS) && echo "late beside other rings, in time by themselves: the tests above"; }
 endif
 

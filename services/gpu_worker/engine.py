@@ -66,7 +66,7 @@ from blockyard.services.gpu_worker.startup.start_report import StartReport, Thro
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
 from blockyard.services.gpu_worker.warm_up import first_step
 from blockyard.services.kv_transfer.host.host_store import BlockStore
-from blockyard.shared.config.pooling.output_kinds import OutputKind, first_kind
+from blockyard.shared.config.pooling.output_kinds import OutputKind, first_kind, sees_both_sides
 from blockyard.shared.config.services.lora import LoraConfig
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError
@@ -120,6 +120,9 @@ def start(
     family = find_family(settings, config.model_impl)
     build = with_headers(family, Path(config.model_path), config) if settings.get(KEY) else family
     shape = build(settings, WeightTable(dtype, torch.device("meta"))).shape
+    if shape.has_kv and sees_both_sides(settings):
+        name = settings["architectures"][0]
+        raise ConfigError(f"config.json: tokens attend to later ones, too, which is not built for {name}")
     if not shape.has_kv:
         length = pick_length(config.max_model_len, shape.max_positions)
         return start_encoder(EncoderStart(config, settings, build, dtype, length, backend, report, team))

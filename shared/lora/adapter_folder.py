@@ -26,7 +26,7 @@ def check_folder(folder: Path, max_rank: int) -> bool:
     path = weights_file(folder)
     if path.name != SAFETENSORS:
         return True
-    entries = _read_header(path)
+    entries = read_header(path)
     for name, entry in entries.items():
         ending = next((one for one in A_ENDINGS if name.endswith(one)), None)
         if ending is None or not entry.shape:
@@ -40,11 +40,12 @@ def check_folder(folder: Path, max_rank: int) -> bool:
 class HeaderTensor(msgspec.Struct):
     """A tensor in the header of a safetensors file."""
 
+    dtype: str
     shape: list[int]
     data_offsets: tuple[int, int]  # from the end of the header
 
 
-def _read_header(path: Path) -> dict[str, HeaderTensor]:
+def read_header(path: Path) -> dict[str, HeaderTensor]:
     """Returns the tensors of a safetensors file by name. Raises AdapterError, also if the file is cut short."""
     try:
         size = path.stat().st_size

@@ -98,6 +98,7 @@ class RingClient:
         """Runs timeouts and retries for ever. Calls `count` about twice a second to publish counters."""
         while True:
             self.schedulers.tick(self.clock())
+            self._restore_adapters()
             self._recovery.tick(self.clock())
             self.tokenizer_client.tick(self.clock(), self._stall_timeout_s)
             count()
@@ -110,19 +111,23 @@ class RingClient:
         return sum(entry.num_open for entry in self.journal.entries.values())
 
     def _controlled(self, peer: int, answer: Controlled) -> None:
+        self.schedulers.lost_adapters.on_answer(peer, answer)
         if answer.adapters is not None:
-            self.schedulers.lost_adapters.on_answer(peer, answer)
             self.schedulers.on_adapters(peer, answer.adapters)
+        self._restore_adapters()
         self.controls.answered(peer, answer)
 
     def _changed(self, member: Member) -> None:
         self.schedulers.changed(member)
-        for scheduler, command in self.schedulers.lost_adapters.take_commands():
-            self._links.send(scheduler, command)
+        self._restore_adapters()
         self.tokenizer_client.changed(member)
         self._recovery.changed(member, self.clock())
         if member.role is Role.SCHEDULER and (cards := self.schedulers.cards()):
             self.meters.serves(cards[0])
+
+    def _restore_adapters(self) -> None:
+        for scheduler, command in self.schedulers.lost_adapters.take_commands():
+            self._links.send(scheduler, command)
 
     def _gone(self, member: Member) -> None:
         self.schedulers.gone(member, self.clock())

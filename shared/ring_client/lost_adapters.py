@@ -3,60 +3,91 @@
 Clients of the ring remember them and load them again. Until then their requests wait, and none is refused.
 """
 
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
 import msgspec
 
 from blockyard.shared.messages import AdapterCard, Control, Controlled, ControlVerb, ModelCard
 
 REQUEST = "restore "  # before the name, in the id of the command
 PENDING = 409  # status of an answer: another client has asked for the same, and it is being loaded
+FULL = 429  # status of an answer: too many are being loaded
+MOST_ASKED = 16  # at a time of one scheduler, which all clients ask
+QUIET_S = 20.0  # a scheduler that has answered nothing for so long loads no more
+
+
+@dataclass(slots=True)
+class _Restore:
+    """What one scheduler is to load again."""
+
+    missing: dict[str, AdapterCard]  # by name
+    to_ask: deque[str]
+    asked: set[str] = field(default_factory=set)  # and not answered
+    refused: list[str] = field(default_factory=list)  # to be asked again at the next tick
+    until: float | None = None  # None: until QUIET_S after the next tick
 
 
 class LostAdapters:
     """Pure: cards and frames in, frames out."""
 
     def __init__(self) -> None:
-        self._missing: dict[int, dict[str, AdapterCard]] = {}  # by scheduler and name
-        self._until: dict[int, float] = {}
-        self._commands: list[tuple[int, Control]] = []
+        self._restores: dict[int, _Restore] = {}  # by scheduler
 
-    def begin(self, scheduler: int, before: ModelCard, now: ModelCard, until: float) -> None:
-        """A scheduler has joined in the place of one with the card `before`. until: when waiting ends."""
+    def begin(self, scheduler: int, before: Sequence[AdapterCard], now: ModelCard) -> None:
+        """A scheduler has joined in the place of one that served the adapters `before`."""
         known = {adapter.name for adapter in now.adapters}
-        missing = {adapter.name: adapter for adapter in before.adapters if adapter.name not in known}
+        missing = {adapter.name: adapter for adapter in before if adapter.name not in known}
         if missing:
-            self._missing[scheduler], self._until[scheduler] = missing, until
-            self._commands += [(scheduler, _load(adapter)) for adapter in missing.values()]
+            self._restores[scheduler] = _Restore(missing, deque(missing))
 
     def take_commands(self) -> list[tuple[int, Control]]:
-        """What to send, each to its scheduler."""
-        commands, self._commands = self._commands, []
+        """What to send, each to its scheduler. Call it after each other method that takes something in."""
+        commands = []
+        for scheduler, restore in self._restores.items():
+            while restore.to_ask and len(restore.asked) < MOST_ASKED:
+                name = restore.to_ask.popleft()
+                if (adapter := restore.missing.get(name)) is not None:
+                    restore.asked.add(name)
+                    commands.append((scheduler, _load(adapter)))
         return commands
 
     def waits(self, scheduler: int, adapter: str) -> bool:
-        return adapter in self._missing.get(scheduler, ())
+        restore = self._restores.get(scheduler)
+        return restore is not None and adapter in restore.missing
 
     def with_missing(self, scheduler: int, card: ModelCard) -> ModelCard:
         """A scheduler's card with what it will serve again."""
-        missing = self._missing.get(scheduler)
-        if not missing:
+        restore = self._restores.get(scheduler)
+        if restore is None:
             return card
         for adapter in card.adapters:
-            missing.pop(adapter.name, None)
-        return msgspec.structs.replace(card, adapters=[*card.adapters, *missing.values()])
+            restore.missing.pop(adapter.name, None)
+        return msgspec.structs.replace(card, adapters=[*card.adapters, *restore.missing.values()])
 
     def on_answer(self, scheduler: int, answer: Controlled) -> None:
         """What could not be loaded is lost."""
-        missing = self._missing.get(scheduler, {})
-        if answer.request_id.startswith(REQUEST) and answer.status not in (200, PENDING):
-            missing.pop(answer.request_id.removeprefix(REQUEST), None)
+        restore = self._restores.get(scheduler)
+        if restore is None or not answer.request_id.startswith(REQUEST):
+            return
+        name, restore.until = answer.request_id.removeprefix(REQUEST), None
+        restore.asked.discard(name)
+        if answer.status == FULL:
+            restore.refused.append(name)
+        elif answer.status not in (200, PENDING):
+            restore.missing.pop(name, None)
 
     def gone(self, scheduler: int) -> None:
-        self._missing.pop(scheduler, None)
-        self._until.pop(scheduler, None)
+        self._restores.pop(scheduler, None)
 
     def tick(self, now: float) -> None:
-        for scheduler in [one for one, until in self._until.items() if now > until]:
-            self.gone(scheduler)
+        for scheduler, restore in list(self._restores.items()):
+            restore.until = now + QUIET_S if restore.until is None else restore.until
+            restore.to_ask += restore.refused
+            restore.refused.clear()
+            if now > restore.until:
+                self.gone(scheduler)
 
 
 def _load(adapter: AdapterCard) -> Control:

@@ -20,7 +20,7 @@ class Served(msgspec.Struct, frozen=True):
     """The models that requests may name."""
 
     cards: list[ModelCard]
-    expected: list[str]  # configured names: 503 instead of 404 until their scheduler joins
+    expected: list[str]  # configured names, and lost adapters: 503 instead of 404 until their scheduler joins
 
     def card(self, model: str | None) -> ModelCard:
         """The card for a request's `model`; without one, the only model there is. Raises RequestError."""
@@ -47,6 +47,8 @@ class Schedulers:
         self._expected = set(served_model_names)
         self._schedulers: dict[int, Member] = {}
         self._away: dict[str, tuple[ModelCard, float]] = {}  # by first name: models that may be restarting
+        # by first name, too, for however long that takes: workers may have to load a large model first
+        self._adapters: dict[str, list[AdapterCard]] = {}
         self._capacities: dict[int, tuple[QueueCapacity, float]] = {}
         self.lost_adapters = LostAdapters()
 
@@ -55,9 +57,10 @@ class Schedulers:
             return
         if member.ready and member.card is not None:
             self._expected.update(member.card.names)
-            away = self._away.pop(member.card.names[0], None)
-            if away is not None and member.incarnation not in self._schedulers:
-                self.lost_adapters.begin(member.incarnation, away[0], member.card, away[1])
+            self._away.pop(member.card.names[0], None)
+            before = self._adapters.pop(member.card.names[0], None)
+            if before and member.incarnation not in self._schedulers:
+                self.lost_adapters.begin(member.incarnation, before, member.card)
             card = self.lost_adapters.with_missing(member.incarnation, member.card)
             self._schedulers[member.incarnation] = msgspec.structs.replace(member, card=card)
         else:
@@ -77,6 +80,7 @@ class Schedulers:
         self._capacities.pop(member.incarnation, None)
         if lost is not None and lost.card is not None and not self.of(lost.card.names[0]):
             self._away[lost.card.names[0]] = lost.card, now + AWAY_S
+            self._adapters[lost.card.names[0]] = lost.card.adapters
 
     def tick(self, now: float) -> None:
         """Removes models that stayed without a scheduler for AWAY_S."""
@@ -89,7 +93,8 @@ class Schedulers:
         return list((cards | {m.card.names[0]: m.card for m in self._schedulers.values() if m.card}).values())
 
     def served(self) -> Served:
-        return Served(self.cards(), sorted(self._expected))
+        lost = {adapter.name for adapters in self._adapters.values() for adapter in adapters}
+        return Served(self.cards(), sorted(self._expected | lost))
 
     def card(self, model: str | None) -> ModelCard:
         """The card for a request's `model`; without one, the only model there is. Raises RequestError."""

@@ -12,10 +12,11 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -26,6 +27,8 @@ from blockyard.shared.config.services.process import BusConfig
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 120.0
+T = TypeVar("T")
+OnRead = Callable[[], object]  # called when a reader has read a part of a stream
 
 
 @dataclass
@@ -143,7 +146,7 @@ decode_chunk = msgspec.json.Decoder(Chunk).decode
 
 
 async def stream(
-    session: aiohttp.ClientSession, url: str, body: dict[str, object], on_read: Callable[[], object] = lambda: None
+    session: aiohttp.ClientSession, url: str, body: dict[str, object], on_read: OnRead = lambda: None
 ) -> StreamLog:
     """POSTs a streaming completion and reads it to its end. on_read: called at each read."""
     log = StreamLog(time.perf_counter())
@@ -163,18 +166,67 @@ async def stream(
     return log
 
 
-async def all_begin(tasks: Sequence[asyncio.Task[Any]], begun: Sequence[asyncio.Event]) -> None:
-    """Waits until all events are set, which streams do at their first read, so that a signal finds all under way.
+async def read_all(answer: aiohttp.ClientResponse, on_read: OnRead, mark: bytes = b"") -> str:
+    """The body. on_read: called at each read that has the mark in it."""
+    parts = []
+    async for data in answer.content.iter_any():
+        parts.append(data)
+        if mark in data:
+            on_read()
+    return b"".join(parts).decode()
 
-    tasks: what reads the streams. None of them may end before.
+
+async def run_all(
+    readers: Sequence[Callable[[OnRead], Coroutine[Any, Any, T]]],
+    meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    num_begun: int | None = None,
+) -> list[T]:
+    """Runs all at once. meanwhile: runs when the first `num_begun` (None: all) have read something and none has ended.
+
+    So a signal finds streams under way, however slow the machine is.
     """
-    waiting = asyncio.gather(*(event.wait() for event in begun))
+    begun = [asyncio.Event() for _ in readers]
+    tasks = [asyncio.create_task(reader(first.set)) for reader, first in zip(readers, begun, strict=True)]
+    try:
+        if meanwhile is not None:
+            await _all_begin(tasks[:num_begun], begun[:num_begun])
+            await meanwhile()
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _all_begin(tasks: Sequence[asyncio.Task[Any]], begun: Sequence[asyncio.Event]) -> None:
+    waiting = asyncio.create_task(_all_set(begun))
     await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
-    if not waiting.done():
-        waiting.cancel()
+    waiting.cancel()
     for task in tasks:
         if task.done():
             raise AssertionError("a stream has ended before all have begun") from task.exception()
+
+
+async def _all_set(events: Sequence[asyncio.Event]) -> None:
+    for event in events:
+        await event.wait()
+
+
+async def texts(
+    url: str,
+    bodies: Sequence[dict[str, object]],
+    meanwhile: Callable[[], object] | None = None,
+    connector: aiohttp.BaseConnector | None = None,
+) -> list[str]:
+    """The texts of streams, all at once. meanwhile: called when all have begun."""
+
+    async def act() -> None:
+        if meanwhile is not None:
+            meanwhile()
+
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(120)) as session:
+        readers = [partial(stream, session, url, body) for body in bodies]
+        return [log.text for log in await run_all(readers, None if meanwhile is None else act)]
 
 
 async def streams(url: str, bodies: list[dict[str, object]]) -> list[StreamLog]:

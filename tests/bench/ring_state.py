@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
@@ -18,16 +19,18 @@ async def read_ring(server: Server) -> dict[str, Any]:
         return found
 
 
-async def wait_for(server: Server, names: tuple[str, ...]) -> None:
-    """Until all these workers are ready. The ring is ready with its first worker."""
+async def wait_for(server: Server, names: Sequence[str]) -> None:
+    """Until all these workers are ready, and the scheduler has attached them: it counts the blocks of each."""
     deadline = time.monotonic() + LIMIT_S
     while True:
-        ready = {m["name"] for m in (await read_ring(server))["members"] if m["ready"]}
-        if ready.issuperset(names):
+        members = (await read_ring(server))["members"]
+        blocks = {m["name"]: m["stats"]["blocks_total"] for m in members if m["role"] == "gpu_worker" and m["ready"]}
+        attached = sum(m["stats"]["blocks_total"] for m in members if m["role"] == "scheduler")
+        # counters of a member are 0 until its first heartbeat
+        if blocks.keys() >= set(names) and all(blocks.values()) and sum(blocks.values()) == attached:
             break
-        assert time.monotonic() < deadline, ready
+        assert time.monotonic() < deadline, (blocks, attached)
         await asyncio.sleep(0.1)
-    await asyncio.sleep(0.3)  # the scheduler attaches the last one
 
 
 async def scheduler_stats(server: Server) -> dict[str, int]:

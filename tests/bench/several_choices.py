@@ -1,11 +1,10 @@
 """Completions with one and with several choices: plain, `n`, `best_of` and beams, and what a client gets of them."""
 
-from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 import msgspec
-from rig import completion
+from rig import OnRead, completion, read_all
 
 Body = dict[str, Any]
 Answer = list[list[int]]  # token ids of each choice
@@ -46,16 +45,10 @@ class RefusedError(Exception):
     """An answer without choices."""
 
 
-async def ask(
-    session: aiohttp.ClientSession, url: str, body: Body, on_read: Callable[[], object] = lambda: None
-) -> Answer:
+async def ask(session: aiohttp.ClientSession, url: str, body: Body, on_read: OnRead = lambda: None) -> Answer:
     """Raises RefusedError for a status other than 200 and for an error within the stream. on_read: at each read."""
-    data = bytearray()
     async with session.post(f"{url}/v1/completions", json=body | {"return_token_ids": True}) as answer:
-        async for part in answer.content.iter_any():
-            on_read()
-            data += part
-    text = data.decode()
+        text = await read_all(answer, on_read)
     if answer.status != 200 or 'data: {"error"' in text:
         raise RefusedError(f"{answer.status}: {text[-500:]}")
     if not body["stream"]:

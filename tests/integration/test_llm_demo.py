@@ -14,8 +14,14 @@ GREEDY = SamplingParams(temperature=0, max_tokens=40)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("demo", dtype="float32", log_level="error", seed=3) as llm:
+    with LLM("demo", dtype="float32", log_level="error", seed=3, tool_call_parser="hermes") as llm:
         yield llm
+
+
+@pytest.fixture(scope="module", autouse=True)
+def drawn(llm: LLM) -> list[str]:
+    """Texts of the first requests of all: how many were before them changes their seeds."""
+    return draw(llm)
 
 
 def first(outputs: list[RequestOutput]) -> CompletionOutput:
@@ -110,11 +116,13 @@ def test_seeds_make_texts_repeatable_and_choices_differ(llm: LLM) -> None:
     assert [c.index for c in once.outputs] == [0, 1, 2] and len({c.text for c in once.outputs}) == 3
 
 
-def test_the_llms_own_seed_is_repeatable_too(llm: LLM) -> None:
-    with LLM("demo", dtype="float32", log_level="error", seed=5, max_num_seqs=4) as one:
-        drawn = [o.outputs[0].text for o in one.generate([CODE] * 6, SamplingParams(max_tokens=20), use_tqdm=False)]
-    with LLM("demo", dtype="float32", log_level="error", seed=5) as other:
-        again = [o.outputs[0].text for o in other.generate([CODE] * 6, SamplingParams(max_tokens=20), use_tqdm=False)]
+def draw(llm: LLM) -> list[str]:
+    return [o.outputs[0].text for o in llm.generate([CODE] * 6, SamplingParams(max_tokens=20), use_tqdm=False)]
+
+
+def test_the_llms_own_seed_is_repeatable_too(drawn: list[str]) -> None:
+    with LLM("demo", dtype="float32", log_level="error", seed=3, max_num_seqs=4) as other:
+        again = draw(other)
     assert drawn == again and len(set(drawn)) == 6
 
 
@@ -155,23 +163,22 @@ def test_beam_search(llm: LLM) -> None:
         llm.beam_search(CODE, BeamSearchParams(beam_width=0, max_tokens=4))
 
 
-def test_calls_of_a_chat_are_read() -> None:
+def test_calls_of_a_chat_are_read(llm: LLM) -> None:
     """A grammar makes the demo model write a call."""
     call = '<tool_call>\n{"name": "get_time", "arguments": {"zone": "UTC"}}\n</tool_call>'
     tools = [{"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"}}}]
     messages: list[dict[str, object]] = [{"role": "user", "content": "What time is it?"}]
-    with LLM("demo", tool_call_parser="hermes", log_level="error") as llm:
-        params = SamplingParams(max_tokens=80, structured_outputs={"choice": [f"Let me see.{call}"]})
-        one = first(llm.chat(messages, params, use_tqdm=False, tools=tools))
-        assert (one.text, one.content, one.reasoning) == (f"Let me see.{call}", "Let me see.", None)
-        (read,) = one.tool_calls
-        assert read.function is not None
-        assert (read.function.name, read.function.arguments) == ("get_time", '{"zone": "UTC"}')
-        messages += [
-            {"role": "assistant", "content": one.content, "tool_calls": [asdict(read)]},
-            {"role": "tool", "tool_call_id": read.id, "content": "noon"},
-        ]
-        (again,) = llm.chat(messages, SamplingParams(max_tokens=2), use_tqdm=False, tools=tools)
-        assert again.prompt is not None and '"zone": "UTC"' in again.prompt and "noon" in again.prompt
-        plain = first(llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False))
-        assert plain.content == plain.text
+    params = SamplingParams(max_tokens=80, structured_outputs={"choice": [f"Let me see.{call}"]})
+    one = first(llm.chat(messages, params, use_tqdm=False, tools=tools))
+    assert (one.text, one.content, one.reasoning) == (f"Let me see.{call}", "Let me see.", None)
+    (read,) = one.tool_calls
+    assert read.function is not None
+    assert (read.function.name, read.function.arguments) == ("get_time", '{"zone": "UTC"}')
+    messages += [
+        {"role": "assistant", "content": one.content, "tool_calls": [asdict(read)]},
+        {"role": "tool", "tool_call_id": read.id, "content": "noon"},
+    ]
+    (again,) = llm.chat(messages, SamplingParams(max_tokens=2), use_tqdm=False, tools=tools)
+    assert again.prompt is not None and '"zone": "UTC"' in again.prompt and "noon" in again.prompt
+    plain = first(llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False))
+    assert plain.content == plain.text

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import aiohttp
 import openai
 import pytest
-from rig import Server, completion, serve, streams
+from rig import Server, completion, serve, streams, texts
 
 CODE = "def read_file(path):\n    with open("
 
@@ -143,18 +143,12 @@ def test_many_streams_at_once_equal_each_alone(ring: Server) -> None:
 
 
 def test_sigterm_lets_running_requests_finish() -> None:
-    with serve("demo", "--worker-cls", "mock", "--mock-step-ms", "20") as server:
-
-        async def drain() -> str:
-            task = asyncio.create_task(streams(server.url, [completion(100, seed=1)]))
-            await asyncio.sleep(0.7)
-            server.process.send_signal(signal.SIGTERM)
-            return (await task)[0].text
-
-        text = asyncio.run(drain())
-        assert server.process.wait(15) == 0
-    with serve("demo", "--worker-cls", "mock", "--mock-step-ms", "1") as server:
-        assert asyncio.run(streams(server.url, [completion(100, seed=1)]))[0].text == text
+    with serve("demo", "--worker-cls", "mock", "--mock-step-ms", "10") as server:
+        bodies = [completion(100, seed=1)]
+        expected = asyncio.run(texts(server.url, bodies))
+        found = asyncio.run(texts(server.url, bodies, lambda: server.process.send_signal(signal.SIGTERM)))
+        assert found == expected
+        assert server.process.wait(30) == 0
 
 
 def test_a_port_in_use_is_one_line(ring: Server) -> None:
@@ -169,10 +163,14 @@ def test_no_process_is_left(ring: Server) -> None:
         assert len(children) >= 6
         server.process.kill()
         server.process.wait()
-        time.sleep(1)
         listed = ["ps", "-o", "stat=", "-p", ",".join(map(str, children))]
-        alive = subprocess.run(listed, capture_output=True, text=True, check=False).stdout.split()
-        assert not [state for state in alive if not state.startswith("Z")]
+        deadline = time.monotonic() + 20
+        while not all(
+            state.startswith("Z")
+            for state in subprocess.run(listed, capture_output=True, text=True, check=False).stdout.split()
+        ):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def test_best_of_returns_the_likeliest_a_token(client: openai.OpenAI, model: str) -> None:

@@ -7,11 +7,24 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from blockyard.services.bench.suite import measures, shapes
-from blockyard.services.bench.suite.item import B8, LONG, ONE, SPREAD, UNCACHED, SuiteItem, high, low, stream
+from blockyard.services.bench.suite.item import (
+    B8,
+    LONG,
+    ONE,
+    Q30,
+    SPREAD,
+    TO_9K,
+    UNCACHED,
+    SuiteItem,
+    high,
+    low,
+    stream,
+)
 from blockyard.shared.config.text_part import text_part
 
 # by a random byte, the upper half of a bfloat16: numbers of 0.002 to 0.03, of both signs
@@ -24,58 +37,80 @@ def names(num: int) -> list[str]:
 
 
 def serve_flags(model: str, ranks: Sequence[int], folder: Path) -> tuple[str, ...]:
-    """Writes an adapter of each rank into new folders in `folder`. Returns the flags of a server with all of them.
-
-    Those of a rank share the file of their matrices and have other scales, so that each is read and placed by itself.
-    """
+    """Writes an adapter of each rank into new folders in `folder`. Returns the flags of a server with all of them."""
     if not ranks:
         return ()
-    modules = list[str]()
-    for name, rank in zip(names(len(ranks)), ranks, strict=True):
-        made = folder / f"{model}-{name}-{rank}"
-        made.mkdir(exist_ok=True)
-        matrices = folder / f"{model}-rank-{rank}.safetensors"
-        if not matrices.exists():
-            _write_matrices(model, rank, matrices)
-        file = made / "adapter_model.safetensors"
-        if not file.exists():
-            file.hardlink_to(matrices)
-        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank + len(modules), "target_modules": "all-linear"}
-        (made / "adapter_config.json").write_bytes(msgspec.json.encode(config))
-        modules.append(f"{name}={made}")
+    written = zip(names(len(ranks)), write_folders(shapes.read(model), ranks, folder, f"{model}-"), strict=True)
     num, most = str(len(ranks)), str(max(ranks))
+    modules = (f"{name}={made}" for name, made in written)
     return ("--max-loras", num, "--max-cpu-loras", num, "--max-lora-rank", most, "--lora-modules", *modules)
 
 
-def _write_matrices(model: str, rank: int, file: Path) -> None:
-    """In bfloat16, of the seven linear layers of each of a dense model's layers."""
-    config = text_part(shapes.read(model))
-    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+def write_folders(
+    config: dict[str, Any], ranks: Sequence[int], folder: Path, prefix: str = "", *, attention_only: bool = False
+) -> list[Path]:
+    """Writes an adapter of each rank into a folder of its own in `folder`, all named as `names` behind the prefix.
+
+    config: the model's. Those of a rank share the file of their matrices and have other scales, so that each is read
+    and placed by itself.
+    """
+    found = list[Path]()
+    config, suffix = text_part(config), "-attention" if attention_only else ""
+    for name, rank in zip(names(len(ranks)), ranks, strict=True):
+        made = folder / f"{prefix}{name}"
+        made.mkdir(exist_ok=True, parents=True)
+        matrices = folder / f"{prefix}rank-{rank}{suffix}.safetensors"
+        if not matrices.exists():
+            _write_matrices(config, rank, matrices, attention_only=attention_only)
+        file = made / "adapter_model.safetensors"
+        file.unlink(missing_ok=True)
+        file.hardlink_to(matrices)
+        # PEFT's all-linear means every module here, too
+        peft = {"peft_type": "LORA", "r": rank, "lora_alpha": rank + len(found), "target_modules": "all-linear"}
+        (made / "adapter_config.json").write_bytes(msgspec.json.encode(peft))
+        found.append(made)
+    return found
+
+
+def _modules(config: dict[str, Any], *, attention_only: bool) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of the adapted modules of a layer, by name: its linear layers, or those of all its experts."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
     kv = config["num_key_value_heads"] * head_dim
-    sizes = {  # inputs, outputs
+    found = {
         "self_attn.q_proj": (hidden, heads * head_dim),
         "self_attn.k_proj": (hidden, kv),
         "self_attn.v_proj": (hidden, kv),
         "self_attn.o_proj": (heads * head_dim, hidden),
-        "mlp.gate_proj": (hidden, inner),
-        "mlp.up_proj": (hidden, inner),
-        "mlp.down_proj": (inner, hidden),
     }
-    header, end = dict[str, dict[str, object]](), 0
+    if attention_only:
+        return found
+    num_experts = config.get("num_experts", 0)
+    inner = config["moe_intermediate_size" if num_experts else "intermediate_size"]
+    for mlp in [f"mlp.experts.{i}" for i in range(num_experts)] or ["mlp"]:
+        found[f"{mlp}.gate_proj"] = found[f"{mlp}.up_proj"] = hidden, inner
+        found[f"{mlp}.down_proj"] = inner, hidden
+    return found
+
+
+def _write_matrices(config: dict[str, Any], rank: int, file: Path, *, attention_only: bool) -> None:
+    """In bfloat16. All layers have the same numbers: those of a mixture's experts take gigabytes."""
+    header, end, size = dict[str, dict[str, object]](), 0, 0
     for layer in range(config["num_hidden_layers"]):
-        for name, (inputs, outputs) in sizes.items():
+        for name, (inputs, outputs) in _modules(config, attention_only=attention_only).items():
             for half, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
                 begin, end = end, end + 2 * shape[0] * shape[1]
                 key = f"base_model.model.model.layers.{layer}.{name}.lora_{half}.weight"
                 header[key] = {"dtype": "BF16", "shape": shape, "data_offsets": (begin, end)}
-    encoded, rng, numbers = msgspec.json.encode(header), random.Random(rank), bytearray(end)
+        size = size or end
+    encoded, rng, numbers = msgspec.json.encode(header), random.Random(rank), bytearray(size)
     encoded += b" " * (-len(encoded) % 8)
-    numbers[0::2] = rng.randbytes(end // 2)
-    numbers[1::2] = rng.randbytes(end // 2).translate(HIGH)
+    numbers[0::2] = rng.randbytes(size // 2)
+    numbers[1::2] = rng.randbytes(size // 2).translate(HIGH)
     with file.open("wb") as out:
         out.write(len(encoded).to_bytes(8, "little") + encoded)
-        out.write(numbers)
+        for _ in range(config["num_hidden_layers"]):
+            out.write(numbers)
 
 
 def adapted(item: SuiteItem, base: str, adapters: tuple[int, ...]) -> SuiteItem:
@@ -109,4 +144,10 @@ ADAPTER_ITEMS = (
     adapted(
         high("http-8b-adapters-16", "8B over HTTP, 252 streams, 512 in / 256 out, 16 adapters", B8, (*ONE, *SPREAD),
               0.88, 1.0, measures.streamed_rate(252, 512, 256, NAMES[:16])), "http-8b", RANK_16[:16]),
+    adapted(
+        low("itl-30b-adapter", "Qwen3-30B-A3B with an adapter of attention and all experts, one stream, ITL", "ms", Q30,
+             TO_9K, 1.45, 1.21, measures.inter_token(1, 128, 256, NAMES[:1])), "itl-30b", RANK_16[:8]),
+    adapted(
+        low("decode-64-30b-adapters-8", "Qwen3-30B-A3B, 64 at 1,024, 8 adapters of attention and all experts, ITL",
+             "ms", Q30, TO_9K, 1.3, 1.10, measures.inter_token(64, 960, 128, NAMES[:8])), "decode-64-30b", RANK_16[:8]),
 )  # fmt: skip

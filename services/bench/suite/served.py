@@ -133,9 +133,10 @@ class SuiteServer:
         due_s: Sequence[float] | None = None,
         models: Sequence[str] = (),
         merged: float = 0.0,
+        max_concurrency: int | None = None,
     ) -> list[RequestResult]:
-        """Sends each on its own connection, `due_s` after the start (all at once). models: those that requests name
-        in turn, "" is the server's own.
+        """Sends each on its own connection, `due_s` after the start (all at once), but only so many at a time. models:
+        those that requests name in turn, "" is the server's own.
 
         Raises BenchError if a request fails or has another length.
 
@@ -150,9 +151,9 @@ class SuiteServer:
             endpoint.request(_body(request) | more | ({"model": model} if model else {}))
             for request, model in zip(requests, named, strict=False)
         ]
-        plan = LoadPlan(bodies, [0.0] * len(bodies) if due_s is None else due_s)
+        plan = LoadPlan(bodies, [0.0] * len(bodies) if due_s is None else due_s, max_concurrency)
         output_lens = [request.num_output for request in requests]
-        results = run_load(endpoint, plan, output_lens, processes.num_for(len(requests)))
+        results = run_load(endpoint, plan, output_lens, processes.num_for(max_concurrency or len(requests)))
         for request, one in zip(requests, results, strict=True):
             if one.failure:
                 raise BenchError(f"a request failed: {one.failure}")

@@ -1,6 +1,7 @@
 """LoRA adapters of a worker: their folders, their matrices in host memory, their places, and their products.
 
-- `adapter_files` reads a PEFT folder; `module_tensors` assigns its tensors to modules.
+- `adapter_files` reads a PEFT folder, its weights into a `file_memory.FileMemory`; `module_tensors` assigns its tensors
+  to modules.
 - `targets.ModelTargets` finds the layers of these modules, and brings B into the order of the layers' outputs.
 - `read_prompt` reads a folder of a prompt adapter, for `prompt_adapters`.
 - `read_modules` does the first in a child process (`reader_process`; `reader_client` is the worker's end), and

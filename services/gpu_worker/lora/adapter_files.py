@@ -7,20 +7,22 @@ from hashlib import blake2b
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
+from blockyard.services.gpu_worker.lora.file_memory import ALIGNED_BYTES, FileMemory
 from blockyard.services.gpu_worker.lora.module_tensors import ADDED, listed
 from blockyard.shared.errors import AdapterError
 from blockyard.shared.lora.adapter_config import AdapterConfig
-from blockyard.shared.lora.adapter_folder import read_config, read_whole, weights_file
+from blockyard.shared.lora.adapter_folder import LENGTH_BYTES, read_config, read_header, read_whole, weights_file
 
 DIGEST_BYTES = 16
 SAFETENSORS_SUFFIX = ".safetensors"
 # where vLLM takes the rows of added tokens, if they are not in the file of weights: [added tokens, width] each, by the
 # module that they continue
 EMBEDDINGS = ("new_embeddings.safetensors", "new_embeddings.bin")
+MAPPED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CONTINUED = {"input_embeddings": "embed_tokens", "output_embeddings": "lm_head"}
 # torch.load raises it for a file with other objects than tensors; no object is unpickled here
 _NOT_PLAIN: type[Exception] = torch.serialization.pickle.UnpicklingError  # type: ignore[attr-defined]
@@ -32,21 +34,46 @@ class AdapterFiles:
 
     weights_path: Path
     config: AdapterConfig
-    tensors: Mapping[str, Tensor]  # by their names in the file
+    tensors: Mapping[str, Tensor]  # by their names in the file; each has memory of its own
     digest: bytes  # of the bytes of config and weights; the name and the path are no part of it
     notes: list[str]
+    memory: FileMemory  # where tensors of a safetensors file are
 
 
-def read_folder(folder: Path) -> AdapterFiles:
-    """Reads an adapter. Raises AdapterError with the cause in one line."""
+def read_folder(folder: Path, threads: int) -> AdapterFiles:
+    """Reads an adapter. threads: that read and hash its weights. Raises AdapterError with the cause in one line."""
     content, parsed = read_config(folder)
-    path = weights_file(folder)
-    weights = read_whole(path)
-    tensors, parts = dict(read_tensors(path, weights)), [content, weights]
+    path, memory = weights_file(folder), FileMemory()
+    if path.suffix == SAFETENSORS_SUFFIX:
+        parts = [content, memory.copy_safetensors(path, threads)]
+        tensors = _map_tensors(path, memory)
+    else:
+        parts = [content, read_whole(path)]
+        read = read_tensors(path, parts[1])  # of which some may share memory
+        tensors = {name: value.detach().clone() for name, value in read.items()}
     for added in filter(Path.is_file, (folder / name for name in EMBEDDINGS)):
         parts.append(rows := read_whole(added))
         tensors |= _added_rows(added, read_tensors(added, rows))
-    return AdapterFiles(path, parsed.config, tensors, digest_of(*parts), parsed.notes)
+    return AdapterFiles(path, parsed.config, tensors, digest_of(*parts), parsed.notes, memory)
+
+
+def _map_tensors(path: Path, memory: FileMemory) -> dict[str, Tensor]:
+    """The tensors of a copied safetensors file, without another copy. Raises AdapterError."""
+    copied = Path(f"/proc/self/fd/{memory.descriptor}")
+    try:
+        with safe_open(copied, "pt") as checked:  # it refuses tensors that overlap
+            mapped, found = memory.map(), dict[str, Tensor]()
+            start = LENGTH_BYTES + int.from_bytes(mapped[:LENGTH_BYTES], "little")
+            for name, entry in read_header(copied).items():
+                dtype, count = MAPPED.get(entry.dtype), torch.Size(entry.shape).numel()
+                first = start + entry.data_offsets[0]
+                if dtype is None or not count or first % ALIGNED_BYTES:
+                    found[name] = checked.get_tensor(name).clone()
+                    continue
+                found[name] = torch.frombuffer(mapped, dtype=dtype, count=count, offset=first).view(entry.shape)
+            return found
+    except (SafetensorError, KeyError, ValueError, RuntimeError, OSError) as e:
+        raise AdapterError(f"{path} is not a safetensors file: {first_line(e)}") from e
 
 
 def _added_rows(path: Path, found: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """The tensors of an adapter, module by module: every tensor of the file is one of them, or named in an error."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -68,10 +69,11 @@ class ModuleTensors:
         large for it. A stack keeps its B: which scale it has depends on the model."""
         for down, up in (("a", "b"), ("token_a", "token_b")):
             a, b = getattr(self, down), getattr(self, up)
-            if a is not None:
+            if a is not None and a.dtype != dtype:
                 setattr(self, down, _converted(self.name, a, dtype))
             if b is not None and not self.is_stack:
-                setattr(self, up, _converted(self.name, b.float() * self.scale, dtype))
+                scaled = b.mul_(self.scale) if b.dtype == dtype else b.float() * self.scale  # both round once
+                setattr(self, up, _converted(self.name, scaled, dtype))
         if not self.is_stack:
             self.b_bias = None if self.b_bias is None else self.b_bias.float() * self.scale
             self.scale = 1.0
@@ -115,7 +117,7 @@ def group_tensors(config: AdapterConfig, tensors: Mapping[str, Tensor], *, with_
 
 def is_finite(value: Tensor) -> bool:
     """Whether all of a tensor's values are. NaN is both of the extremes, which take a fortieth of `isfinite`'s time."""
-    return value.numel() == 0 or all(bool(one.isfinite()) for one in value.aminmax())
+    return value.numel() == 0 or all(math.isfinite(float(one)) for one in value.aminmax())
 
 
 def listed(names: list[str]) -> str:

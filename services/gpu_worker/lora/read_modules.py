@@ -7,6 +7,7 @@ import torch
 
 from blockyard.services.gpu_worker.lora.adapter_files import read_folder
 from blockyard.services.gpu_worker.lora.added_tokens.tokenizer_check import AdapterTexts
+from blockyard.services.gpu_worker.lora.file_memory import FileMemory
 from blockyard.services.gpu_worker.lora.module_tensors import ModuleTensors, group_tensors, target_name
 from blockyard.shared.errors import AdapterError
 from blockyard.shared.lora.adapter_config import MAX_RANK, AdapterConfig
@@ -35,11 +36,15 @@ class ReadModules:
     digest: bytes
     notes: list[str]  # on its config
     texts: AdapterTexts | None = None  # of the tokenizer in its folder; None: it has none
+    memory: FileMemory | None = None  # where it was read, with most of the tensors
 
 
-def read_modules(folder: Path, limits: AdapterLimits) -> ReadModules:
-    """Reads an adapter, with its matrices in the dtype of products. Raises AdapterError with the cause in one line."""
-    files = read_folder(folder)
+def read_modules(folder: Path, limits: AdapterLimits, threads: int = 1) -> ReadModules:
+    """Reads an adapter, with its matrices in the dtype of products. Raises AdapterError with the cause in one line.
+
+    threads: that read and hash its file of weights.
+    """
+    files = read_folder(folder, threads)
     try:
         modules = group_tensors(files.config, files.tensors, with_bias=limits.with_bias)
         for module in modules:
@@ -47,7 +52,7 @@ def read_modules(folder: Path, limits: AdapterLimits) -> ReadModules:
             module.convert(limits.dtype)
     except AdapterError as e:
         raise AdapterError(f"{files.weights_path}: {e}") from e
-    return ReadModules(files.config, modules, files.digest, files.notes)
+    return ReadModules(files.config, modules, files.digest, files.notes, memory=files.memory)
 
 
 def _check_limits(module: ModuleTensors, limits: AdapterLimits) -> None:

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 MOST_DEATHS = 3  # an adapter whose reader ended so often is refused
 MOST_THREADS = 4
 CORES_OF_THREAD = 4  # steps and other processes come first
-MOST_CPU_S = 30  # of an adapter; matrices of gigabytes take a few
+MOST_CPU_S = 30  # of an adapter, beside that of its bytes
 
 
 class AdapterReader(Protocol):

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 
 import msgspec
 import torch
-from torch import Tensor
 
 from blockyard.services.gpu_worker.child_processes.frame_socket import ControlFrame
 from blockyard.services.gpu_worker.lora.added_tokens.tokenizer_check import AdapterTexts
+from blockyard.services.gpu_worker.lora.file_memory import FileMemory
 from blockyard.services.gpu_worker.lora.module_tensors import ModuleTensors
 from blockyard.shared.lora.adapter_config import AdapterConfig
-
-ALIGNED_BYTES = 64
 
 
 class PromptSettings(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -99,22 +97,17 @@ ToReader = ReaderSettings | ReadFolder | MemoryMapped
 FromReader = FolderRead | PromptRead | FolderRefused
 
 
-def store_modules(modules: Sequence[ModuleTensors]) -> tuple[int, int, list[ModulePlaces]]:
-    """Copies tensors into new memory. Returns its descriptor, its size in bytes and the places."""
-    places, found, end = list[ModulePlaces](), list[tuple[int, Tensor]](), 0
+def store_modules(modules: Sequence[ModuleTensors], memory: FileMemory) -> list[ModulePlaces]:
+    """Copies those tensors into the memory that are not there yet. Returns where all are."""
+    places = list[ModulePlaces]()
     for module in modules:
         own: list[TensorPlace] = []
         for field, tensor in module.tensors():
-            own.append(TensorPlace(field, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end))
-            found.append((end, tensor))
-            end += -(-tensor.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
+            start = memory.start_of(tensor)
+            start = memory.append(tensor) if start is None else start
+            own.append(TensorPlace(field, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), start))
         places.append(ModulePlaces(module.name, module.scale, module.is_stack, own))
-    descriptor = os.memfd_create("adapter", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, max(end, 1))
-    memory = torch.frombuffer(mmap.mmap(descriptor, max(end, 1)), dtype=torch.uint8)
-    for start, tensor in found:
-        memory[start : start + tensor.nbytes] = tensor.contiguous().flatten().view(torch.uint8)
-    return descriptor, max(end, 1), places
+    return places
 
 
 def map_modules(path: str, read: FolderRead) -> list[ModuleTensors]:

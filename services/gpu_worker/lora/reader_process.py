@@ -39,11 +39,14 @@ from blockyard.services.gpu_worker.lora.reader_frames import (
     store_modules,
 )
 from blockyard.shared.errors import AdapterError
+from blockyard.shared.lora.adapter_folder import weights_file
 from blockyard.shared.process.settings import die_with, end
 
 log = logging.getLogger(__name__)
 
 NICENESS = 5  # steps come first
+GIB = 1 << 30
+CPU_S_A_GIB = 20  # of weights, beside what any adapter may take
 
 
 def main(arguments: list[str]) -> None:
@@ -83,12 +86,13 @@ class ReaderThreads:
         self._asked: SimpleQueue[ReadFolder] = SimpleQueue()
         self._answers: SimpleQueue[FromReader] = SimpleQueue()
         self._cpu_s = 0  # 0: there are no settings yet
+        self._sizes: dict[int, int] = {}  # bytes of the weights that are read, by job
 
     def start(self, settings: ReaderSettings) -> None:
         """Call it before the first `ask`."""
         self._cpu_s = settings.cpu_s
         check = TokenizerCheck(settings.tokenizer_path) if settings.tokenizer_path else None
-        columns = limits_of(settings), prompt_limits_of(settings), check
+        columns = limits_of(settings), prompt_limits_of(settings), check, settings.threads
         for _ in range(settings.threads):
             threading.Thread(target=self._read, args=columns, daemon=True).start()
 
@@ -96,10 +100,12 @@ class ReaderThreads:
         """From here on, for all threads: the pattern of a config may hold the lock of the interpreter for ever."""
         if self._cpu_s:
             _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-            soft = int(time.process_time()) + self._cpu_s
+            soft = int(time.process_time() + self._cpu_s + CPU_S_A_GIB * sum(self._sizes.values()) / GIB)
             resource.setrlimit(resource.RLIMIT_CPU, (soft if hard < 0 else min(soft, hard), hard))
 
     def ask(self, folder: ReadFolder) -> None:
+        with contextlib.suppress(AdapterError, OSError):  # which is answered when it is read
+            self._sizes[folder.job] = weights_file(Path(folder.path)).stat().st_size
         self._asked.put(folder)
 
     def take(self) -> list[FromReader]:
@@ -109,12 +115,15 @@ class ReaderThreads:
         with contextlib.suppress(Empty):
             while True:
                 found.append(self._answers.get_nowait())
+                self._sizes.pop(found[-1].job, None)
         return found
 
-    def _read(self, limits: AdapterLimits, prompts: PromptLimits | None, check: TokenizerCheck | None) -> None:
+    def _read(
+        self, limits: AdapterLimits, prompts: PromptLimits | None, check: TokenizerCheck | None, threads: int
+    ) -> None:
         torch.set_num_threads(1)  # of this thread
         while True:
-            self._answers.put(answer(self._asked.get(), limits, prompts, check))
+            self._answers.put(answer(self._asked.get(), limits, prompts, check, threads))
             os.eventfd_write(self.wakes, 1)
 
 
@@ -137,20 +146,28 @@ def answer(
     limits: AdapterLimits,
     prompts: PromptLimits | None = None,
     check: TokenizerCheck | None = None,
+    threads: int = 1,
 ) -> FromReader:
-    """prompts: None: no prompt adapter is asked for. check: of tokenizers in folders; None: they are not read."""
+    """prompts: None: no prompt adapter is asked for. check: of tokenizers in folders; None: they are not read.
+
+    threads: of each file of weights.
+    """
     try:
         if asked.is_prompt:
             assert prompts is not None
             found = read_prompt(Path(asked.path), prompts)
             vectors = found.vectors.contiguous().view(torch.uint8).numpy().tobytes()
             return PromptRead(asked.job, vectors, list(found.vectors.shape), found.digest, found.notes)
-        read = read_modules(Path(asked.path), limits)
-        descriptor, size_bytes, places = store_modules(read.modules)
-        texts, digest = None if check is None else check.read(Path(asked.path)), read.digest
+        read = read_modules(Path(asked.path), limits, threads)
+        memory, digest = read.memory, read.digest
+        assert memory is not None
+        places = store_modules(read.modules, memory)
+        texts = None if check is None else check.read(Path(asked.path))
         if texts is not None and texts.digest:  # other texts of the same weights are another adapter
             digest = digest_of(digest, texts.digest)
-        return FolderRead(asked.job, descriptor, size_bytes, digest, read.config, places, read.notes, texts)
+        return FolderRead(
+            asked.job, os.dup(memory.descriptor), memory.size_bytes, digest, read.config, places, read.notes, texts
+        )
     except AdapterError as e:
         return FolderRefused(asked.job, str(e))
     except Exception as e:  # a broken folder is no reason to end the process

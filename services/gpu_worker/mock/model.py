@@ -23,7 +23,8 @@ class _ModelConfig(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
     hidden_size: bounds.Width = DEFAULT_WIDTH
     architectures: list[str] = []
-    use_bidirectional_attention: bool | None = None
+    use_bidirectional_attention: bool | str | None = None
+    is_causal: bool | None = None
     id2label: dict[str, str] | None = None
 
 

@@ -60,6 +60,12 @@ def first_kind(config: Mapping[str, Any]) -> OutputKind:
     return output_kind(str(config["architectures"][0]))
 
 
+def sees_both_sides(config: Mapping[str, Any]) -> bool:
+    """Whether tokens of a decoder attend to later ones, too: by Gemma's field, which in Gemma 4 may be the word for
+    pictures alone, and by the one that transformers reads of all decoders."""
+    return config.get("use_bidirectional_attention") is True or config.get("is_causal") is False
+
+
 def default_pooling(kind: OutputKind, *, has_kv: bool, config: Mapping[str, Any]) -> PoolingMode:
     """Returns the pooling of a model without any in its folder.
 
@@ -71,7 +77,7 @@ def default_pooling(kind: OutputKind, *, has_kv: bool, config: Mapping[str, Any]
         return _POOLING[kind]
     if has_kv:
         return PoolingMode.LAST
-    if config.get("use_bidirectional_attention"):
+    if sees_both_sides(config):
         return PoolingMode.LAST if kind is OutputKind.CLASSES else PoolingMode.MEAN
     if kind is OutputKind.CLASSES and config.get("classifier_pooling") == "mean":
         return PoolingMode.MEAN

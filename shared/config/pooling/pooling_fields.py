@@ -8,7 +8,7 @@ from blockyard.shared.config import adapters
 from blockyard.shared.config.checkpoint import Checkpoint, chat_template, config_overrides, context_limit, model_length
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.config.pooling.activations import num_outputs, settle_activation
-from blockyard.shared.config.pooling.output_kinds import OutputKind, default_pooling, first_kind
+from blockyard.shared.config.pooling.output_kinds import OutputKind, default_pooling, first_kind, sees_both_sides
 from blockyard.shared.config.pooling.pair_templates import choose_pair_template
 from blockyard.shared.config.pooling.pooler_config import read_overrides
 from blockyard.shared.config.pooling.pooling_card import hidden_size
@@ -91,7 +91,7 @@ def has_kv(config: dict[str, Any]) -> bool:
     """Whether tokens of the model attend to earlier ones alone, whose keys and values are kept."""
     name = str(config["architectures"][0])
     is_encoder = name.startswith(("Bert", "Roberta", "XLMRoberta", "ModernBert"))
-    return not is_encoder and not config.get("use_bidirectional_attention")
+    return not is_encoder and not sees_both_sides(config)
 
 
 def _check_flags(values: Values, task: str, config: dict[str, Any]) -> None:

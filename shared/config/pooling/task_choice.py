@@ -6,7 +6,7 @@ from typing import Any
 
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.config.pooling.activations import num_labels
-from blockyard.shared.config.pooling.output_kinds import OutputKind, output_kind
+from blockyard.shared.config.pooling.output_kinds import OutputKind, output_kind, sees_both_sides
 from blockyard.shared.config.pooling.sentence_modules import read_modules
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import PoolingTask
@@ -35,6 +35,8 @@ def tasks_of(config: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
     modules = read_modules(folder)
     if config.get(CLASSIFIER_TOKENS) is not None or (modules is not None and modules.logit_score is not None):
         return ("score",)
+    if kind is OutputKind.TOKENS and sees_both_sides(config):
+        return ("embed",)
     if kind is OutputKind.TOKENS and modules is not None:
         return ("embed", GENERATE)
     if kind is OutputKind.CLASSES and num_labels(config) == 1:

@@ -13,18 +13,19 @@ import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any
 
 import aiohttp
 import pytest
-from rig import Server, completion, serve, stream
+from rig import OnRead, Server, completion, read_all, run_all, serve, stream
 from several_choices import KINDS, ask
 from several_choices import bodies as several
 
 STEP_MS = 10
-NUM_TOKENS = 200
+NUM_TOKENS = 120
 NUM_STREAMS = 8
-Read = Callable[[aiohttp.ClientSession, str, dict[str, Any]], Coroutine[Any, Any, object]]
+Read = Callable[[aiohttp.ClientSession, str, dict[str, Any], OnRead], Coroutine[Any, Any, object]]
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +41,11 @@ def bodies() -> list[dict[str, object]]:
     return [completion(NUM_TOKENS, prompt=f"def stream_{i}():", seed=i) for i in range(NUM_STREAMS)]
 
 
-async def message(session: aiohttp.ClientSession, url: str, text: str) -> object:
+async def message(session: aiohttp.ClientSession, url: str, text: str, on_read: OnRead) -> object:
     """The text of a streamed answer of /v1/messages, whose events have to be in order, each block ended once."""
     asked = {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": NUM_TOKENS, "stream": True}
     async with session.post(f"{url}/v1/messages", json=asked | {"seed": 1, "ignore_eos": True}) as response:
-        lines = (await response.text()).split("\n")
+        lines = (await read_all(response, on_read, b"content_block_delta")).split("\n")
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
     kinds = [event["type"] for event in events if event["type"] != "ping"]
     assert kinds[:2] == ["message_start", "content_block_start"]
@@ -55,24 +56,25 @@ async def message(session: aiohttp.ClientSession, url: str, text: str) -> object
 
 
 async def run_and_kill(server: Server, *titles: str) -> list[object]:
-    """Runs all at once and kills each named process meanwhile, half a second apart.
+    """Runs all at once and kills each named process when streams have begun, half a second apart.
 
-    Returns texts, then ids of choices, then texts of messages.
+    Returns texts, then texts of messages, then ids of choices.
     """
 
-    async def text(body: dict[str, object]) -> object:
-        return (await stream(session, server.url, body)).text
+    async def text(body: dict[str, object], on_read: OnRead) -> object:
+        return (await stream(session, server.url, body, on_read)).text
+
+    async def kill() -> None:
+        for i, title in enumerate(titles):
+            await asyncio.sleep(0.5 if i else 0.0)
+            os.kill(next(pid for name, pid in server.children().items() if title in name), signal.SIGKILL)
 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session:
-        tasks: list[asyncio.Task[object]] = [asyncio.create_task(text(body)) for body in bodies()]
-        tasks += [asyncio.create_task(ask(session, server.url, b)) for b in several(len(KINDS), NUM_TOKENS)]
-        tasks += [asyncio.create_task(message(session, server.url, f"say {i}")) for i in range(2)]
-        for title in titles:
-            await asyncio.sleep(0.5)
-            assert not any(task.done() for task in tasks), "the kill comes too late to mean anything"
-            pid = next(pid for name, pid in server.children().items() if title in name)
-            os.kill(pid, signal.SIGKILL)
-        return await asyncio.gather(*tasks)
+        readers: list[Callable[[OnRead], Coroutine[Any, Any, object]]] = [partial(text, body) for body in bodies()]
+        readers += [partial(message, session, server.url, f"say {i}") for i in range(2)]
+        begin = len(readers)  # the others include answers that come as a whole
+        readers += [partial(ask, session, server.url, body) for body in several(len(KINDS), NUM_TOKENS)]
+        return await run_all(readers, kill if titles else None, begin)
 
 
 @pytest.fixture(scope="module")
@@ -138,17 +140,18 @@ def guided_bodies() -> list[dict[str, Any]]:
 
 
 async def run_and_kill_guided(server: Server, victim: str, read: Read, bodies: list[dict[str, Any]]) -> list[object]:
-    """What `read` returns for each body. Kills a process, or all matchers, once every worker has streams under way."""
+    """What `read` returns for each body. Kills a process, or all matchers, when the first, which has masks, runs."""
+
+    async def kill() -> None:
+        named = [pid for name, pid in server.children().items() if victim in name]
+        pids = server.matchers() if victim == "matcher" else named[:1]
+        assert pids
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session:
-        tasks = [asyncio.create_task(read(session, server.url, body)) for body in bodies]
-        if victim:
-            await asyncio.sleep(0.15)
-            named = [pid for name, pid in server.children().items() if victim in name]
-            pids = server.matchers() if victim == "matcher" else named[:1]
-            assert pids and not any(task.done() for task in tasks), "the kill comes too late to mean anything"
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-        return list(await asyncio.gather(*tasks))
+        readers = [partial(read, session, server.url, body) for body in bodies]
+        return await run_all(readers, kill if victim else None, 1)
 
 
 @pytest.fixture(scope="module")
@@ -188,11 +191,11 @@ def parsed_bodies() -> list[dict[str, Any]]:
     ]
 
 
-async def read_parts(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> object:
+async def read_parts(session: aiohttp.ClientSession, url: str, body: dict[str, Any], on_read: OnRead) -> object:
     """Reasoning, content, calls and the reason of the end of each choice, joined from the stream."""
     found = [{"reasoning": "", "content": "", "calls": [], "end": None} for _ in range(body.get("n", 1))]
     async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
-        text = await answer.text()
+        text = await read_all(answer, on_read, b'"reasoning"')
     assert answer.status == 200 and 'data: {"error"' not in text, text[-500:]
     for line in text.splitlines():
         if not line.startswith("data: {"):

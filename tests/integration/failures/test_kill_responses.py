@@ -5,11 +5,12 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import aiohttp
 import pytest
-from rig import Server, serve
+from rig import OnRead, Server, read_all, run_all, serve
 
 SCHEMA = {
     "type": "object",
@@ -41,10 +42,10 @@ def bodies() -> list[dict[str, Any]]:
     return [common | {"input": f"Return {i} rows.", "seed": i} | kinds[i % 3] for i in range(3)]
 
 
-async def read(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The items of the answer without their ids, checked against its events."""
+async def read(session: aiohttp.ClientSession, url: str, body: dict[str, Any], on_read: OnRead) -> list[dict[str, Any]]:
+    """The items of the answer without their ids, checked against its events. on_read: called at each read of text."""
     async with session.post(f"{url}/v1/responses", json=body) as answer:
-        text = await answer.text()
+        text = await read_all(answer, on_read, b".delta")
     assert answer.status == 200, text[-500:]
     events = [json.loads(one.partition("data: ")[2]) for one in text.split("\n\n")[:-1] if not one.startswith(":")]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -61,13 +62,12 @@ async def read(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -
 
 
 async def run_and_kill(server: Server, victim: str) -> list[Any]:
+    async def kill() -> None:
+        os.kill(next(pid for name, pid in server.children().items() if victim in name), signal.SIGKILL)
+
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session:
-        tasks = [asyncio.create_task(read(session, server.url, body)) for body in bodies()]
-        if victim:
-            await asyncio.sleep(0.15)
-            assert not any(task.done() for task in tasks), "the kill comes too late to mean anything"
-            os.kill(next(pid for name, pid in server.children().items() if victim in name), signal.SIGKILL)
-        return list(await asyncio.gather(*tasks))
+        readers = [partial(read, session, server.url, body) for body in bodies()]
+        return await run_all(readers, kill if victim else None)
 
 
 @pytest.fixture(scope="module")

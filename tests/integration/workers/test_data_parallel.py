@@ -7,11 +7,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import aiohttp
 import pytest
-from rig import Server, completion, serve
+from rig import Server, completion, run_all, serve
 from several_choices import KINDS, Answer, ask, bodies
 
 NUM_STREAMS = 6
@@ -46,14 +47,13 @@ async def steps(server: Server) -> dict[str, int]:
 
 
 async def run(server: Server, num_tokens: int, victim: str = "") -> list[Answer]:
+    async def kill() -> None:
+        os.kill(next(pid for name, pid in server.children().items() if victim in name), signal.SIGKILL)
+
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(100)) as session:
         asked = [*plain(num_tokens), *bodies(len(KINDS), num_tokens)]
-        tasks = [asyncio.create_task(ask(session, server.url, body)) for body in asked]
-        if victim:
-            await asyncio.sleep(0.1)
-            assert not any(task.done() for task in tasks), "the kill comes too late to mean anything"
-            os.kill(next(pid for name, pid in server.children().items() if victim in name), signal.SIGKILL)
-        return await asyncio.gather(*tasks)
+        readers = [partial(ask, session, server.url, body) for body in asked]
+        return await run_all(readers, kill if victim else None, NUM_STREAMS)
 
 
 def test_both_replicas_run_and_cached_prefixes_are_found(ring: Server) -> None:
@@ -73,9 +73,9 @@ def test_both_replicas_run_and_cached_prefixes_are_found(ring: Server) -> None:
 
 def test_a_killed_replica_costs_a_pause(ring: Server) -> None:
     """Streams with one choice, and requests with several: the choices join siblings on the other replica."""
-    undisturbed = asyncio.run(run(ring, 120))
+    undisturbed = asyncio.run(run(ring, 60))
     assert all(undisturbed)
-    assert asyncio.run(run(ring, 120, "gpu_worker 1")) == undisturbed
+    assert asyncio.run(run(ring, 60, "gpu_worker 1")) == undisturbed
     deadline = time.monotonic() + 20
     while not any("gpu_worker 1" in name for name in ring.children()):
         assert time.monotonic() < deadline, "the launcher did not restart what was killed"

@@ -4,48 +4,48 @@ A replica without requests serves those of the other, and none computes while th
 """
 
 import asyncio
-import json
 import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+import several_choices
 import torch
-from rig import Server, serve
+from rig import OnRead, Server, completion, run_all, serve
 from ties import Ties
 from tiny_models import BY_NAME, greedy_score
 from worker.every_architecture import PROMPTS, TOKENIZER
 
 FLAGS = ("--tokenizer", str(TOKENIZER), "--device", "cpu", "--dtype", "float32", "--detokenizers", "1")
 FLAGS += ("--tokenizers", "1", "-dp", "2", "--enable-expert-parallel")
-NUM_TOKENS = 160
-END_S = 5.0
+NUM_TOKENS = 60
+END_S = 30.0
 IDLE_S, IDLE_TICKS = 2.0, 10  # of CPU time, 10 ms each: heartbeats and signs of life
 
 Answer = tuple[list[int], list[int]]  # prompt and tokens
 
 
-async def ask(session: aiohttp.ClientSession, server: Server, prompt: list[int]) -> Answer:
-    body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    async with session.post(f"{server.url}/v1/completions", json=body) as answer:
-        assert answer.status == 200, await answer.text()
-        return prompt, json.loads(await answer.text())["choices"][0]["token_ids"]
+async def ask(session: aiohttp.ClientSession, server: Server, prompt: list[int], on_read: OnRead) -> Answer:
+    [tokens] = await several_choices.ask(
+        session, server.url, completion(NUM_TOKENS, prompt=prompt, stream=True), on_read
+    )
+    return prompt, tokens
 
 
 async def answers(server: Server, num: int, victim: int = 0) -> list[Answer]:
     """victim: a process that is killed meanwhile."""
+
+    async def kill() -> None:
+        os.kill(victim, signal.SIGKILL)
+
     prompts = [[*PROMPTS[i % len(PROMPTS)], 5 + i] for i in range(num)]
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(100)) as session:
-        tasks = [asyncio.create_task(ask(session, server, prompt)) for prompt in prompts]
-        if victim:
-            await asyncio.sleep(0.1)
-            assert not any(task.done() for task in tasks), "the kill comes too late to mean anything"
-            os.kill(victim, signal.SIGKILL)
-        return list(await asyncio.gather(*tasks))
+        return await run_all([partial(ask, session, server, prompt) for prompt in prompts], kill if victim else None)
 
 
 def check(got: list[Answer], model: Any) -> None:

@@ -17,9 +17,9 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-import aiohttp
 import pytest
-from rig import Server, completion, family, serve, stream
+import rig
+from rig import Server, completion, family, serve
 from tcp_addresses import free_port
 
 pytestmark = pytest.mark.skipif(
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.skipif(
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--detokenizers", "1", "--tokenizers", "1", "--cpu-threads", "1")
 ON_RAY = ("-tp", "2", "--distributed-executor-backend", "ray")
 NUM_STREAMS = 3
-NUM_TOKENS = 300
-GONE_S = 5.0
+NUM_TOKENS = 80
+GONE_S = 30.0
 RANK, RAYLET = "RankActor.follow", "raylet/raylet"  # titles that Ray gives
 START_S = 60.0
 STORE = ("--object-store-memory", "80000000")  # the least that Ray takes; a third of the machine's memory otherwise
@@ -101,18 +101,13 @@ def cluster() -> Iterator[RayCluster]:
             cluster.close()
 
 
-async def texts(server: Server, meanwhile: Callable[[], object] = lambda: None) -> list[str]:
-    """The texts of greedy and seeded streams. meanwhile: called while they run."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120)) as session:
-        bodies = [
-            completion(NUM_TOKENS, prompt=f"def stream_{i}():", seed=i, temperature=0.7 * (i % 2))
-            for i in range(NUM_STREAMS)
-        ]
-        tasks = [asyncio.create_task(stream(session, server.url, body)) for body in bodies]
-        await asyncio.sleep(0.25)
-        assert not any(task.done() for task in tasks), "what happens comes too late to mean anything"
-        meanwhile()
-        return [one.text for one in await asyncio.gather(*tasks)]
+def texts(server: Server, meanwhile: Callable[[], object] | None = None) -> list[str]:
+    """The texts of greedy and seeded streams."""
+    bodies = [
+        completion(NUM_TOKENS, prompt=f"def stream_{i}():", seed=i, temperature=0.7 * (i % 2))
+        for i in range(NUM_STREAMS)
+    ]
+    return asyncio.run(rig.texts(server.url, bodies, meanwhile))
 
 
 @pytest.mark.parametrize(
@@ -134,21 +129,21 @@ def test_ranks_that_cannot_be_started_end_the_start(cluster: RayCluster, flags: 
 def test_texts_are_those_of_one_rank_when_a_rank_or_its_node_is_lost(cluster: RayCluster, tmp_path: Path) -> None:
     """Killed, or stopped, so that it is silent and all its links stay open."""
     with serve("demo", *FLAGS) as server:
-        expected = asyncio.run(texts(server))
+        expected = texts(server)
     with serve("demo", *FLAGS, *ON_RAY, log=tmp_path / "log") as server:
-        assert asyncio.run(texts(server)) == expected
+        assert texts(server) == expected
         for number in (signal.SIGKILL, signal.SIGSTOP):
             before = actors(cluster, 1)
-            assert asyncio.run(texts(server, partial(cluster.signal, 1, RANK, number))) == expected
+            assert texts(server, partial(cluster.signal, 1, RANK, number)) == expected
             assert actors(cluster, 1) and not before & actors(cluster, 1), "it is started again"
 
         def lose_node() -> None:
             cluster.signal(1, RAYLET, signal.SIGKILL)
             cluster.add_node()
 
-        assert asyncio.run(texts(server, lose_node)) == expected
+        assert texts(server, lose_node) == expected
         before = actors(cluster, 2)
-        assert asyncio.run(texts(server, partial(cluster.signal, 2, RAYLET, signal.SIGSTOP))) == expected
+        assert texts(server, partial(cluster.signal, 2, RAYLET, signal.SIGSTOP)) == expected
         assert actors(cluster, 2) == before, "a rank needs Ray for its start alone"
         others = set(server.family())
         server.process.kill()

@@ -10,6 +10,7 @@ import signal
 import time
 import urllib.request
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import aiohttp
 import pytest
 from kv_peers import needs_nixl
 from prometheus_client.parser import text_string_to_metric_families
-from rig import Server, all_begin, completion, serve
+from rig import Server, completion, run_all, serve
 from ring_state import LIMIT_S, left_over, read_ring, scheduler_stats, wait_for
 from several_choices import KINDS, Answer, Body, ask, bodies
 
@@ -78,15 +79,7 @@ async def run(
 ) -> list[Answer]:
     """meanwhile: runs when most streams of one choice have their first token, which is read while KV is on its way."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(100)) as session:
-        begun = [asyncio.Event() for _ in asked]
-        tasks = [
-            asyncio.create_task(ask(session, server.url, body, first.set))
-            for body, first in zip(asked, begun, strict=True)
-        ]
-        if meanwhile is not None:
-            await all_begin(tasks, begun[:MOST_STREAMS])
-            await meanwhile()
-        return await asyncio.gather(*tasks)
+        return await run_all([partial(ask, session, server.url, body) for body in asked], meanwhile, MOST_STREAMS)
 
 
 def changes_no_answer(

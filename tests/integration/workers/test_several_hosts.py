@@ -10,13 +10,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
 import pytest
-from rig import completion, family, registry, stream
+import rig
+from rig import completion, family, registry
 from tcp_addresses import free_port, tcp_bus
 
 from blockyard.shared.bus.curve import write_keys
@@ -25,7 +26,8 @@ from blockyard.shared.config.services.process import BusConfig
 SRC = Path(__file__).parents[3] / ".src"
 SERVICES = ("message-bus", "tokenizer-pool", "scheduler", "detokenizer", "api-gateway")
 READY_S = 90.0
-NUM_STREAMS, NUM_TOKENS = 3, 300
+GONE_S = 30.0
+NUM_STREAMS, NUM_TOKENS = 3, 80
 PARTITION_S = 10.0  # a rank may be silent for 4 s
 MODEL = ("--device", "cpu", "--dtype", "float32")
 
@@ -91,26 +93,14 @@ def end(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-async def read_texts(ring: HostsRing) -> list[str]:
+async def texts(ring: HostsRing, meanwhile: Callable[[], object] | None = None) -> list[str]:
     """The texts of greedy and seeded streams."""
+    bodies = [
+        completion(NUM_TOKENS, prompt=f"def stream_{i}():", seed=i, temperature=0.7 * (i % 2))
+        for i in range(NUM_STREAMS)
+    ]
     connector = aiohttp.UnixConnector(str(ring.folder / "http"))
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(90)) as session:
-        bodies = [
-            completion(NUM_TOKENS, prompt=f"def stream_{i}():", seed=i, temperature=0.7 * (i % 2))
-            for i in range(NUM_STREAMS)
-        ]
-        return [one.text for one in await asyncio.gather(*(stream(session, "http://ring", body) for body in bodies))]
-
-
-async def texts(ring: HostsRing, *signals: tuple[int, signal.Signals]) -> list[str]:
-    """signals: sent to processes in mid-stream."""
-    reading = asyncio.create_task(read_texts(ring))
-    if signals:
-        await asyncio.sleep(0.25)
-        assert not reading.done(), "the signal comes too late to mean anything"
-    for pid, number in signals:
-        os.kill(pid, number)
-    return await reading
+    return await rig.texts("http://ring", bodies, meanwhile, connector)
 
 
 async def wait_ready(ring: HostsRing) -> None:
@@ -128,8 +118,8 @@ async def wait_ready(ring: HostsRing) -> None:
             await asyncio.sleep(0.05)
 
 
-def wait_gone(pids: list[int], within_s: float) -> None:
-    deadline = time.monotonic() + within_s
+def wait_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + GONE_S
     while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < deadline, f"{left} outlive their launcher"
         time.sleep(0.05)
@@ -158,15 +148,16 @@ def test_ranks_on_two_hosts_give_the_texts_of_one_and_end_together(ring: HostsRi
     for host in (0, 1):
         ring.start_host(host, "-tp", "2", "-pp", "2")
     assert asyncio.run(texts(ring)) == expected
-    assert asyncio.run(texts(ring, (ring.rank(1, "rank 3"), signal.SIGKILL))) == expected
+    killed = ring.rank(1, "rank 3")
+    assert asyncio.run(texts(ring, lambda: os.kill(killed, signal.SIGKILL))) == expected
     assert "rank 3 of 4 has ended with code -9; all ranks end" in ring.log(1)
     assert " of 4 has ended; all ranks end" in ring.log(0)
     here, there = ([*family(ring.hosts[host].pid)] for host in (0, 1))
     assert len(there) == 4, "a launcher, a worker, its two ranks"
     ring.hosts[1].kill()
     ring.hosts[1].wait()
-    wait_gone(there, 2.0)
-    wait_gone(here[1:], 2.0)
+    wait_gone(there)
+    wait_gone(here[1:])
     end(ring.hosts[0])
     assert ring.hosts[0].returncode == 0
 
@@ -223,10 +214,14 @@ def namespaces() -> Iterator[Namespaces]:
 
 
 async def texts_in_a_partition(ring: HostsRing, namespaces: Namespaces) -> list[str]:
-    reading = asyncio.create_task(read_texts(ring))
-    await asyncio.sleep(0.25)
-    assert not reading.done(), "the partition comes too late to mean anything"
-    namespaces.set_cable("down")
+    is_cut = asyncio.Event()
+
+    def cut() -> None:
+        namespaces.set_cable("down")
+        is_cut.set()
+
+    reading = asyncio.create_task(texts(ring, cut))
+    await is_cut.wait()
     await asyncio.sleep(PARTITION_S)
     assert not reading.done()
     namespaces.set_cable("up")
@@ -243,7 +238,8 @@ def test_a_partition_and_a_stopped_rank_change_no_text(
             ring.start_host(host, "-tp", "2")
         asyncio.run(wait_ready(ring))
         assert asyncio.run(texts_in_a_partition(ring, namespaces)) == expected
-        assert asyncio.run(texts(ring, (ring.rank(1, "rank 1"), signal.SIGSTOP))) == expected
+        stopped = ring.rank(1, "rank 1")
+        assert asyncio.run(texts(ring, lambda: os.kill(stopped, signal.SIGSTOP))) == expected
         assert ring.log(0).count("all ranks end") >= 2
 
 

@@ -7,36 +7,31 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import aiohttp
 import pytest
-from rig import Server, completion, serve, stream
+import rig
+from rig import Server, completion, serve
 
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--detokenizers", "1", "--tokenizers", "1")
 NUM_STREAMS = 3
-NUM_TOKENS = 120
-STOPPED_S = 10.0  # a rank may be silent for 4 s; the rest is for slow machines
+NUM_TOKENS = 60
+ENDED_S = 30.0  # a rank may be silent for 4 s; the rest is for slow machines
 
 
-async def texts(server: Server, victim: int = 0, number: signal.Signals = signal.SIGKILL) -> list[str]:
-    """The texts of greedy and seeded streams. victim: a process that is sent a signal meanwhile."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(90)) as session:
-        bodies = [
-            completion(NUM_TOKENS, prompt=f"def stream_{i}():", seed=i, temperature=0.7 * (i % 2))
-            for i in range(NUM_STREAMS)
-        ]
-        tasks = [asyncio.create_task(stream(session, server.url, body)) for body in bodies]
-        if victim:
-            await asyncio.sleep(0.5)
-            assert not any(task.done() for task in tasks), "the kill comes too late to mean anything"
-            os.kill(victim, number)
-        return [one.text for one in await asyncio.gather(*tasks)]
+def texts(server: Server, meanwhile: Callable[[], object] | None = None) -> list[str]:
+    """The texts of greedy and seeded streams."""
+    bodies = [
+        completion(NUM_TOKENS, prompt=f"def stream_{i}():", seed=i, temperature=0.7 * (i % 2))
+        for i in range(NUM_STREAMS)
+    ]
+    return asyncio.run(rig.texts(server.url, bodies, meanwhile))
 
 
-def all_end(pids: list[int], most_s: float) -> None:
-    deadline = time.monotonic() + most_s
+def all_end(pids: list[int]) -> None:
+    deadline = time.monotonic() + ENDED_S
     while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < deadline, f"{left} of {pids} have not ended"
         time.sleep(0.05)
@@ -49,26 +44,26 @@ def rank(server: Server, title: str) -> int:
 @pytest.fixture(scope="module")
 def expected() -> list[str]:
     with serve("demo", *FLAGS) as server:
-        return asyncio.run(texts(server))
+        return texts(server)
 
 
 @pytest.mark.parametrize("flag", ["-tp", "-pp"])
 def test_two_ranks_give_the_texts_of_one_and_end_together(flag: str, tmp_path: Path, expected: list[str]) -> None:
     with serve("demo", *FLAGS, flag, "2", log=tmp_path / "log") as server:
-        assert asyncio.run(texts(server)) == expected
+        assert texts(server) == expected
         killed = rank(server, "rank 1")
-        assert asyncio.run(texts(server, killed)) == expected
+        assert texts(server, lambda: os.kill(killed, signal.SIGKILL)) == expected
         ranks = [rank(server, title) for title in ("gpu_worker", "rank 1")]
         assert killed not in ranks
         with ThreadPoolExecutor(1) as pool:
-            resumed = pool.submit(asyncio.run, texts(server, ranks[0], signal.SIGSTOP))
-            all_end(ranks, STOPPED_S)
+            resumed = pool.submit(texts, server, lambda: os.kill(ranks[0], signal.SIGSTOP))
+            all_end(ranks)
             assert resumed.result() == expected
         follower = rank(server, "rank 1")
         assert follower != ranks[1]
         server.process.kill()
         server.process.wait()
-        all_end([follower], 2)
+        all_end([follower])
     log = (tmp_path / "log").read_text("utf-8", "replace")
     assert "rank 1 of 2 has ended with code -9; all ranks end" in log
     assert "the leader is silent for" in log

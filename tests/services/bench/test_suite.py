@@ -282,6 +282,16 @@ def test_adapters_have_the_shapes_of_the_model(tmp_path: Path) -> None:
     assert [len(one.modules) for one in read] == [28 * 7] * 3
 
 
+@pytest.mark.parametrize(("attention_only", "modules"), [(False, 4 + 3 * 3), (True, 4)])
+def test_adapters_of_a_mixture_change_all_experts(tmp_path: Path, attention_only: bool, modules: int) -> None:
+    config = shapes.read("qwen3-30b-a3b") | {"num_hidden_layers": 2, "num_experts": 3}
+    (folder,) = adapters.write_folders(config, [4], tmp_path, attention_only=attention_only)
+    read = read_modules(folder, AdapterLimits(dtype=torch.bfloat16))
+    assert len(read.modules) == 2 * modules
+    experts = [one for one in read.modules if ".experts.2." in one.name and "down" in one.name]
+    assert [tuple(one.b.shape) for one in experts if one.b is not None] == [(2048, 4)] * (0 if attention_only else 2)
+
+
 def test_figures_of_pooling_models_are_of_a_matrix_product_or_of_the_same_server() -> None:
     own = [item for item in ITEMS if item.model in (pooling.BGE, pooling.RERANKER)]
     bases = {item.name: item.base for item in own}

@@ -1,8 +1,11 @@
 """Adapters that a scheduler has lost with its death: clients load them again, and requests wait for them."""
 
 import msgspec
+import pytest
 
+from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import AdapterCard, Controlled, ControlVerb, Member, ModelCard, Role
+from blockyard.shared.ring_client.lost_adapters import MOST_ASKED, QUIET_S
 from blockyard.shared.ring_client.schedulers import AWAY_S, Schedulers
 
 
@@ -62,8 +65,46 @@ def test_an_adapter_that_cannot_be_loaded_again_is_lost() -> None:
 
 
 def test_waiting_ends() -> None:
+    """Some time after the last answer."""
     schedulers = restarted()
-    schedulers.tick(10.0 + AWAY_S)
+    [(_, command)] = schedulers.lost_adapters.take_commands()
+    schedulers.tick(30.0)
+    schedulers.tick(30.0 + QUIET_S)
     assert schedulers.of("m", "loaded") == []
-    schedulers.tick(10.1 + AWAY_S)
+    schedulers.lost_adapters.on_answer(2, Controlled(command.request_id, 409, "", 0, False))
+    schedulers.tick(50.0)
+    schedulers.tick(50.0 + QUIET_S)
+    assert schedulers.of("m", "loaded") == []
+    schedulers.tick(50.1 + QUIET_S)
     assert schedulers.of("m", "loaded") == [2]
+
+
+def test_adapters_are_remembered_while_a_large_model_is_loaded() -> None:
+    schedulers = Schedulers(["m"])
+    schedulers.changed(member(1, "start", "loaded"))
+    schedulers.gone(member(1), 10.0)
+    schedulers.tick(11.0 + AWAY_S)
+    assert not schedulers.cards()
+    with pytest.raises(RequestError, match=r"No scheduler is ready to serve the model `loaded` yet") as refusal:
+        schedulers.card("loaded")
+    assert refusal.value.status == 503
+    schedulers.changed(member(2, "start"))
+    assert [command.adapter for _, command in schedulers.lost_adapters.take_commands()] == ["loaded"]
+
+
+def test_many_adapters_are_loaded_some_at_a_time() -> None:
+    """Of the first ones the scheduler refuses one, because other clients have asked for many."""
+    schedulers, names = Schedulers(["m"]), [str(i) for i in range(50)]
+    schedulers.changed(member(1, *names))
+    schedulers.gone(member(1), 10.0)
+    schedulers.changed(member(2))
+    lost, asked = schedulers.lost_adapters, list[str]()
+    while commands := [command for _, command in lost.take_commands()]:
+        assert len(commands) <= MOST_ASKED
+        for command in commands:
+            status = 429 if command.adapter == "3" and "3" not in asked else 200
+            asked.append(command.adapter)
+            lost.on_answer(2, Controlled(command.request_id, status, "", 0, False))
+    assert asked == names and schedulers.of("m", "3") == []
+    schedulers.tick(12.0)
+    assert [command.adapter for _, command in lost.take_commands()] == ["3"]

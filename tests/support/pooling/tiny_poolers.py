@@ -64,6 +64,7 @@ ROBERTA = BERT | {"type_vocab_size": 1, "pad_token_id": 1}
 MODERN = BERT | {"local_attention": 12, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1, "cls_token_id": 0,
                  "sep_token_id": 1}  # fmt: skip
 DECODER = LLAMA | {"num_labels": 3, "pad_token_id": 0}
+BOTH_SIDES = DECODER | {"is_causal": False}
 GEMMA = DECODER | {
     "head_dim": 16, "use_bidirectional_attention": True, "sliding_window": 9, "query_pre_attn_scalar": 24,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "tie_word_embeddings": True,
@@ -90,6 +91,10 @@ ENCODERS = [
          MODERN | {"classifier_pooling": "mean", "classifier_bias": True, "norm_bias": True}),
     Tiny("modernbert-tokens", ModernBertConfig, ModernBertForTokenClassification, MODERN),
     Tiny("embeddinggemma", Gemma3TextConfig, Gemma3TextModel, GEMMA),
+    Tiny("llama-both-sides", LlamaConfig, LlamaModel, BOTH_SIDES),
+    Tiny("mistral-both-sides", MistralConfig, MistralModel, BOTH_SIDES | {"sliding_window": 9}),
+    Tiny("qwen2-both-sides", Qwen2Config, Qwen2Model, BOTH_SIDES),
+    Tiny("qwen3-both-sides", Qwen3Config, Qwen3Model, BOTH_SIDES | {"head_dim": 16}),
     Tiny("embeddinggemma-classes", Gemma3TextConfig, Gemma3TextForSequenceClassification, GEMMA),
 ]  # fmt: skip
 DECODERS = [

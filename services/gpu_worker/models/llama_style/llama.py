@@ -102,6 +102,8 @@ def build_llama(
 ) -> Decoder:
     """Builds a Llama decoder. Raises ConfigError for a config that `layers/` does not support."""
     variant = variant or LlamaVariant()
+    if config.get("is_causal") is False:
+        variant = _with_both_sides(variant)
     hidden, num_layers = fields.hidden_size, fields.num_hidden_layers
     shapes = _shapes(fields, variant, table)
     rotations = variant.rotations or (read_rotary(config, fields, variant.rotates_part),) * num_layers
@@ -153,6 +155,17 @@ def build_llama(
         head=head,
         rotations=LayerRotations(rotations),
     )
+
+
+def _with_both_sides(variant: LlamaVariant) -> LlamaVariant:
+    """The same model, whose tokens attend to later ones, too: a model of vectors. In transformers a window is then of
+    each side, besides the token itself. Raises ConfigError."""
+    if variant.both_sides:
+        return variant
+    if variant.chunked or variant.has_sinks or variant.soft_cap is not None:
+        raise ConfigError("config.json: is_causal false is not supported with this family's attention")
+    windows = variant.windows and [None if window is None else window + 1 for window in variant.windows]
+    return replace(variant, both_sides=True, windows=windows)
 
 
 def _pre_norm_layer(fields: LlamaConfig, variant: LlamaVariant, parts: LayerParts) -> DecoderLayer:

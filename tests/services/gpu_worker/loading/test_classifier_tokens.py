@@ -34,12 +34,25 @@ def test_tokens_of_overrides(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "words"),
-    [(["ab"], "two tokens"), ("ab", "two tokens"), ([1, 2], "two tokens"), (["ab", "nope"], "'nope' is not a token")],
+    [
+        *((tokens, "one or two tokens") for tokens in ([], "ab", [1, 2], ["ab", "ac", "ad"])),
+        (["ab", "nope"], "'nope' is not a token"),
+    ],
 )
 def test_refuses(tokens: Any, words: str, tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=words):
         settle_classifier(PASTED | {"classifier_from_token": tokens}, tmp_path, tmp_path)
+
+
+def test_one_token_as_for_bge_reranker_v2_gemma(tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    pasted = {"architectures": ["GemmaForSequenceClassification"], "classifier_from_token": ["ad"]}
+    for method in ({}, {"method": "no_post_processing"}):
+        found = settle_classifier(pasted | method, tmp_path, tmp_path)
+        assert found[TOKEN_IDS] == [make_tokenizer().convert_tokens_to_ids("ad")]
+    with pytest.raises(ConfigError, match=r"method 'from_2_way_softmax': with .* \['ad'\] it is no_post_processing"):
+        settle_classifier(pasted | {"method": "from_2_way_softmax"}, tmp_path, tmp_path)
 
 
 def test_needs_a_tokenizer(tmp_path: Path) -> None:

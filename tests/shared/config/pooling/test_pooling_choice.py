@@ -39,6 +39,7 @@ def test_default_of_the_model() -> None:
         (OutputKind.CLASSES, False, {"classifier_pooling": "mean"}, PoolingMode.MEAN),
         (OutputKind.CLASSES, False, {"use_bidirectional_attention": True}, PoolingMode.LAST),
         (OutputKind.NONE, False, {"use_bidirectional_attention": True}, PoolingMode.MEAN),
+        (OutputKind.TOKENS, False, {"is_causal": False}, PoolingMode.MEAN),
         (OutputKind.TOKEN_CLASSES, False, {}, PoolingMode.ALL),
     ],
 )

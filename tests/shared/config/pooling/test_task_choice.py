@@ -42,6 +42,8 @@ def with_modules(folder: Path, modules: list[dict[str, object]]) -> Path:
         ("BertForSequenceClassification", {"num_labels": 1}, ("--task", "classify"), "classify"),
         ("BertForSequenceClassification", {"num_labels": 3}, ("--runner", "pooling"), "classify"),
         ("Qwen3ForCausalLM", {"classifier_from_token": ["no", "yes"]}, ("--convert", "classify"), "score"),
+        ("Qwen2ForCausalLM", {"is_causal": False}, (), "embed"),
+        ("Gemma4ForCausalLM", {"use_bidirectional_attention": "vision"}, (), "generate"),
         ("BertForTokenClassification", {}, (), "classify"),
         ("Qwen2ForProcessRewardModel", {}, (), "reward"),
     ],
