@@ -74,7 +74,7 @@ def add_adapters(
     shrink_kernel[_groups(num_tiles, num_numbers * splits), num_numbers, splits](
         x, tiles.rows, tiles.owners, places, table.arena, table.offsets, table.ranks, own, h, pairs, num_tiles, steps,
         x.stride(0), inputs, parts, table.max_rank, padded, pairs // len(x), pairs // len(places), table.place_stride,
-        table.place_size, NUMBERS=numbers, INPUTS=in_tile, OWN=table.own_ranks is not None,
+        NUMBERS=numbers, INPUTS=in_tile, OWN=table.own_ranks is not None,
         num_stages=2 if rows > LARGE_TILE else 3, **facts,
     )  # fmt: skip
     if between is not None:
@@ -84,7 +84,7 @@ def add_adapters(
     expand_kernel[_groups(num_tiles, parts * of_part), parts * of_part](
         h, tiles.rows, tiles.owners, places, h if weights is None else weights, table.arena, table.offsets, table.ranks,
         table.starts, table.sizes, out, pairs, num_tiles, splits, out.stride(0), parts, table.max_rank, of_part,
-        pairs // len(places), table.place_stride, table.place_size, OUTPUTS=outputs, RANKS=min(padded, 32),
+        pairs // len(places), table.place_stride, OUTPUTS=outputs, RANKS=min(padded, 32),
         SPLITS=1 if between is not None else most_splits, WIDE=_WIDE, WIDE_OUTPUTS=table.is_wide,
         WEIGHTS=weights is not None, num_stages=1, **facts,
     )  # fmt: skip

@@ -32,8 +32,8 @@ def times_b(
 
 @triton.jit
 def expand_rows(
-    h_ptr, out_ptr, arena_ptr, offsets_ptr, ranks_ptr, weights_ptr, rows, place, entry, cols, start, size, splits,
-    h_row, h_split, num_rows, out_stride, place_size,
+    h_ptr, out_ptr, arena_ptr, offsets_ptr, ranks_ptr, weights_ptr, rows, entry, cols, start, size, splits,
+    h_row, h_split, num_rows, out_stride,
     OFFSETS: tl.constexpr, ALIGNED: tl.constexpr, SPLITS: tl.constexpr, RANKS: tl.constexpr, WIDE: tl.constexpr,
     WEIGHTS: tl.constexpr,
 ):  # fmt: skip
@@ -41,7 +41,6 @@ def expand_rows(
     rank = tl.load(ranks_ptr + entry)
     bias_at = tl.load(offsets_ptr + entry * OFFSETS + 2)
     if (rank > 0) | (bias_at >= 0):
-        arena_ptr += place * place_size
         b_ptr = arena_ptr + tl.multiple_of(tl.load(offsets_ptr + entry * OFFSETS + 1), ALIGNED)
         if rank % WIDE == 0:
             total = times_b(h_ptr, b_ptr, rows, cols, size, rank, splits, h_row, h_split, num_rows, SPLITS, RANKS, WIDE)
@@ -61,7 +60,6 @@ def expand_rows(
 def expand_kernel(
     h_ptr, rows_ptr, owners_ptr, places_ptr, weights_ptr, arena_ptr, offsets_ptr, ranks_ptr, starts_ptr, sizes_ptr,
     out_ptr, num_rows, num_tiles, splits, out_stride, parts, max_rank, tiles_of_part, rows_of_place, place_stride,
-    place_size,
     OFFSETS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
     RANKS: tl.constexpr, SPLITS: tl.constexpr, WIDE: tl.constexpr, WIDE_OUTPUTS: tl.constexpr, EXPERTS: tl.constexpr,
     WEIGHTS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
@@ -79,7 +77,7 @@ def expand_kernel(
             if place >= 0:
                 entry = place * place_stride + part
                 rank = tl.load(ranks_ptr + entry)
-                b_ptr = arena_ptr + place * place_size + tl.load(offsets_ptr + entry * OFFSETS + 1)
+                b_ptr = arena_ptr + tl.load(offsets_ptr + entry * OFFSETS + 1)
                 line = tl.where((cols < size) & (rank > 0), b_ptr + cols.to(tl.int64) * rank, arena_ptr)
                 prefetch(line)
         gdc_wait()
@@ -97,16 +95,16 @@ def expand_kernel(
                 own = tl.where(places == place, rows, num_rows)
                 entry = place * place_stride + owner * parts + part
                 expand_rows(
-                    h_ptr, out_ptr, arena_ptr, offsets_ptr, ranks_ptr, weights_ptr, own, place, entry, cols, start,
-                    size, splits, h_row, h_split, num_rows, out_stride, place_size,
+                    h_ptr, out_ptr, arena_ptr, offsets_ptr, ranks_ptr, weights_ptr, own, entry, cols, start,
+                    size, splits, h_row, h_split, num_rows, out_stride,
                     OFFSETS, ALIGNED, SPLITS, RANKS, WIDE, WEIGHTS,
                 )  # fmt: skip
                 places = tl.where(places == place, -1, places)
                 place = tl.max(places, 0).to(tl.int64)
         elif owner >= 0:
             expand_rows(
-                h_ptr, out_ptr, arena_ptr, offsets_ptr, ranks_ptr, weights_ptr, rows, owner,
+                h_ptr, out_ptr, arena_ptr, offsets_ptr, ranks_ptr, weights_ptr, rows,
                 owner * place_stride + part, cols, start, size, splits, h_row, h_split, num_rows, out_stride,
-                place_size, OFFSETS, ALIGNED, SPLITS, RANKS, WIDE, WEIGHTS,
+                OFFSETS, ALIGNED, SPLITS, RANKS, WIDE, WEIGHTS,
             )  # fmt: skip
         tile = next_tile(tile, owner, num_tiles, TILE)

@@ -10,7 +10,7 @@ from blockyard.kernels.programmatic_launch import prefetch
 
 @triton.jit
 def a_rows(
-    arena_ptr, offsets_ptr, ranks_ptr, own_ptr, place, entry, rank, exists, inputs, place_size,
+    arena_ptr, offsets_ptr, ranks_ptr, own_ptr, entry, rank, exists, inputs,
     OFFSETS: tl.constexpr, ALIGNED: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
     """Of each number between the products: where its row of A begins, whether A has it, and the first that A has."""
@@ -22,18 +22,18 @@ def a_rows(
         count = tl.load(ranks_ptr + entry, mask=exists, other=0)
     inside = rank < count
     begins = tl.multiple_of(tl.load(offsets_ptr + entry * OFFSETS, mask=inside, other=0), [ALIGNED])
-    return arena_ptr + place * place_size + begins + rank.to(tl.int64) * inputs, inside, first
+    return arena_ptr + begins + rank.to(tl.int64) * inputs, inside, first
 
 
 @triton.jit
 def shrink_rows(
-    x_ptr, h_ptr, arena_ptr, offsets_ptr, ranks_ptr, own_ptr, rows, place, entry, part, rank, parts, begin, end,
-    num_rows, x_stride, inputs, max_rank, rows_of_x, place_size,
+    x_ptr, h_ptr, arena_ptr, offsets_ptr, ranks_ptr, own_ptr, rows, entry, part, rank, parts, begin, end,
+    num_rows, x_stride, inputs, max_rank, rows_of_x,
     OFFSETS: tl.constexpr, ALIGNED: tl.constexpr, INPUTS: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
     """The products of rows with one adapter, for inputs from `begin` to `end`."""
     a_ptr, inside, first = a_rows(
-        arena_ptr, offsets_ptr, ranks_ptr, own_ptr, place, entry, rank, part < parts, inputs, place_size,
+        arena_ptr, offsets_ptr, ranks_ptr, own_ptr, entry, rank, part < parts, inputs,
         OFFSETS, ALIGNED, OWN,
     )  # fmt: skip
     if tl.max(inside.to(tl.int32), 0) > 0:
@@ -52,7 +52,7 @@ def shrink_rows(
 @triton.jit(do_not_specialize=["num_rows", "num_tiles", "steps"])
 def shrink_kernel(
     x_ptr, rows_ptr, owners_ptr, places_ptr, arena_ptr, offsets_ptr, ranks_ptr, own_ptr, h_ptr, num_rows, num_tiles,
-    steps, x_stride, inputs, parts, max_rank, padded_rank, rows_of_x, rows_of_place, place_stride, place_size,
+    steps, x_stride, inputs, parts, max_rank, padded_rank, rows_of_x, rows_of_place, place_stride,
     OFFSETS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, NUMBERS: tl.constexpr,
     INPUTS: tl.constexpr, OWN: tl.constexpr, EXPERTS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -69,12 +69,13 @@ def shrink_kernel(
             place, _ = load_tile(rows_ptr, owners_ptr, tile, num_rows, TILE, ROWS)
             if place >= 0:
                 a_ptr, inside, _ = a_rows(
-                    arena_ptr, offsets_ptr, ranks_ptr, own_ptr, place, place * place_stride + part, rank, part < parts,
-                    inputs, place_size, OFFSETS, ALIGNED, OWN,
+                    arena_ptr, offsets_ptr, ranks_ptr, own_ptr, place * place_stride + part, rank, part < parts,
+                    inputs, OFFSETS, ALIGNED, OWN,
                 )  # fmt: skip
-                cols = begin + tl.arange(0, INPUTS // 64) * 64
-                line = tl.where((inside[:, None]) & (cols < inputs)[None, :], a_ptr[:, None] + cols[None, :], arena_ptr)
-                prefetch(line)
+                for start in range(begin, tl.minimum(end, begin + 4 * INPUTS), INPUTS):
+                    cols = start + tl.arange(0, INPUTS // 64) * 64
+                    is_line = inside[:, None] & (cols < inputs)[None, :]
+                    prefetch(tl.where(is_line, a_ptr[:, None] + cols[None, :], arena_ptr))
         gdc_wait()
     h_ptr += tl.program_id(2).to(tl.int64) * num_rows * parts * max_rank
     while tile < num_tiles:
@@ -86,16 +87,16 @@ def shrink_kernel(
                 own = tl.where(places == place, rows, num_rows)
                 entry = place * place_stride + owner * parts + part
                 shrink_rows(
-                    x_ptr, h_ptr, arena_ptr, offsets_ptr, ranks_ptr, own_ptr, own, place, entry, part, rank, parts,
-                    begin, end, num_rows, x_stride, inputs, max_rank, rows_of_x, place_size,
+                    x_ptr, h_ptr, arena_ptr, offsets_ptr, ranks_ptr, own_ptr, own, entry, part, rank, parts,
+                    begin, end, num_rows, x_stride, inputs, max_rank, rows_of_x,
                     OFFSETS, ALIGNED, INPUTS, OWN,
                 )  # fmt: skip
                 places = tl.where(places == place, -1, places)
                 place = tl.max(places, 0).to(tl.int64)
         elif owner >= 0:
             shrink_rows(
-                x_ptr, h_ptr, arena_ptr, offsets_ptr, ranks_ptr, own_ptr, rows, owner, owner * place_stride + part,
-                part, rank, parts, begin, end, num_rows, x_stride, inputs, max_rank, rows_of_x, place_size,
+                x_ptr, h_ptr, arena_ptr, offsets_ptr, ranks_ptr, own_ptr, rows, owner * place_stride + part,
+                part, rank, parts, begin, end, num_rows, x_stride, inputs, max_rank, rows_of_x,
                 OFFSETS, ALIGNED, INPUTS, OWN,
             )  # fmt: skip
         tile = next_tile(tile, owner, num_tiles, TILE)

@@ -11,7 +11,7 @@ from blockyard.kernels.lora.adapter_tiles import tile_rows
 from blockyard.kernels.lora.add_adapters import add_adapters
 from blockyard.services.gpu_worker.bench.row import Row, row
 from blockyard.services.gpu_worker.bench.timing import DEVICE, copies, graph_seconds
-from blockyard.services.gpu_worker.lora.device.packed_adapter import aligned
+from blockyard.services.gpu_worker.lora.device.adapter_pages import aligned
 
 
 class LayerWidths(NamedTuple):
@@ -58,8 +58,7 @@ def _layer(layer: LayerWidths, rows: int, num_adapters: int) -> Row:
 def some_places(table: AdapterTable, places: range) -> AdapterTable:
     """A table of some of the places."""
     own = slice(places.start, places.stop)
-    arena = table.arena[places.start * table.place_size : places.stop * table.place_size]
-    return replace(table, arena=arena, offsets=table.offsets[own], ranks=table.ranks[own])
+    return replace(table, offsets=table.offsets[own], ranks=table.ranks[own])
 
 
 def make_table(layer: LayerWidths, num_places: int) -> AdapterTable:
@@ -69,15 +68,15 @@ def make_table(layer: LayerWidths, num_places: int) -> AdapterTable:
         b_at = end + aligned(RANK * layer.inputs)
         offsets.append([end, b_at, NO_OFFSET])
         end = b_at + aligned(RANK * size)
+    of_one = torch.tensor([offsets])
     starts = [sum(layer.sizes[:part]) for part in range(len(layer.sizes))]
     return AdapterTable(
         torch.randn(num_places * end).to(DTYPE),
-        torch.tensor([offsets]).repeat(num_places, 1, 1),
+        of_one + torch.arange(num_places)[:, None, None] * end * (of_one >= 0),
         torch.full((num_places, len(layer.sizes)), RANK, dtype=torch.int32),
         torch.tensor(starts, dtype=torch.int32),
         torch.tensor(layer.sizes, dtype=torch.int32),
         max(layer.sizes),
         RANK,
-        place_size=end,
         is_wide=not any(one % ALIGNED for one in (*starts, *layer.sizes)),
     )

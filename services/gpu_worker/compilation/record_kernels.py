@@ -17,7 +17,7 @@ from torch import Tensor
 
 from blockyard import kernels
 from blockyard.kernels.lora.adapter_table import AdapterTiles
-from blockyard.kernels.lora.adapter_tiles import LARGE_TILE, MANY_ROWS, rows_of_tile
+from blockyard.kernels.lora.adapter_tiles import FEW_ROWS, LARGE_TILE, MANY_ROWS, rows_of_tile
 from blockyard.kernels.moe.map_experts import FEW_PAIRS
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses, num_processes
 from blockyard.services.gpu_worker.compilation.kernel_compiler import KernelCompiler
@@ -115,6 +115,9 @@ def _launch_steps(model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, num_e
             seen.add(tile)
     if model.adapter_rows.tile_rows is not None:
         _launch_tiles(model.adapter_rows.tile_rows, most, device)
+        for rows in [one for one in (1, FEW_ROWS + 1, MANY_ROWS + 1) if one <= most]:  # of a prompt's log-probabilities
+            model.adapter_rows.begin(torch.zeros(rows, dtype=torch.int32, device=device))
+            model.logits(adapted.hidden.new_zeros(rows, adapted.hidden.shape[1]))
     for descriptor in _descriptors(steps, most, settings.serves_adapters):
         words = torch.empty(sum(descriptor.parts), dtype=torch.int64)
         write_padding(words, descriptor)

@@ -50,8 +50,7 @@ def test_against_the_reference(
 @pytest.mark.parametrize("rows", [1, 3, 40, 300])
 def test_tiles_of_a_step(rows: int, dtype: torch.dtype) -> None:
     """Ranks from 1 to 512 in one launch, of which one adapter has no rows and one changes nothing here."""
-    ranks = [[16, 1], [0, 0], [3, 512], [5, 5], [24, 17]] if rows == 3 else [[16, 1], [0, 0], [3, 40], [5, 5], [24, 17]]
-    table = make_table(ranks, [32, 16], 80, dtype)
+    table = make_table([[16, 1], [0, 0], [3, 40 if rows > 40 else 512], [5, 5], [24, 17]], [32, 16], 80, dtype)
     chosen = torch.tensor([(0, 2, -1, 4, 1)[row % 5] if row < 90 else 2 for row in range(rows)]).int().to(DEVICE)
     x, out = torch.randn(rows, 80, device=DEVICE).to(dtype), torch.randn(rows, 48, device=DEVICE).to(dtype)
     want, before = out.clone(), out.clone()
@@ -60,6 +59,32 @@ def test_tiles_of_a_step(rows: int, dtype: torch.dtype) -> None:
     same = (chosen < 0) | (chosen == 1)
     assert torch.equal(out[same], before[same]), "rows without an adapter keep their bits"
     assert float((out.double() - want.double()).norm() / want.double().norm()) <= ERROR[dtype]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
+@pytest.mark.parametrize("rows", [2, 64, 300])
+def test_a_captured_step_has_the_adapters_of_each_replay(rows: int) -> None:
+    """Kernels read places and tiles of a step before the product that they add to has ended."""
+    table = make_table([[16, 8], [64, 3], [0, 20]], [256, 128], 512, torch.bfloat16)
+    x, weight = torch.randn(rows, 512, device=DEVICE).bfloat16(), torch.randn(384, 512, device=DEVICE).bfloat16() / 23
+    chosen, out = torch.full((rows,), -1, dtype=torch.int32, device=DEVICE), x.new_empty(rows, 384)
+
+    def step() -> None:
+        places = chosen.clone()
+        tiles = tile_rows(places, 3)
+        torch.mm(x, weight.T, out=out)
+        add_adapters(x, places, table, out, tiles=tiles)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(5):
+        chosen.copy_(torch.randint(-1, 3, (rows,)))
+        graph.replay()
+        want = x @ weight.T
+        add_adapters_reference(x, chosen, table, want)
+        assert float((out.double() - want.double()).norm() / want.double().norm()) <= ERROR[torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -168,7 +193,7 @@ for rows, rank in ((1, 16), (64, 16), (2048, 512)):
     table = AdapterTable(arena, offsets, ints(8, 3), ints(3), ints(3), 4096, rank, is_wide=True)
     x, out, tiles = torch.zeros(rows, 4096).bfloat16(), torch.zeros(rows, 6144).bfloat16(), tile_rows(ints(rows), 8)
     file.add_adapters(x, ints(rows), table, out, tiles=tiles)
-table = AdapterTable(arena, offsets.repeat(1, 64, 1), ints(8, 192), ints(3), ints(3), 768, 16, place_size=1 << 30)
+table = AdapterTable(arena, offsets.repeat(1, 64, 1), ints(8, 192), ints(3), ints(3), 768, 16, is_wide=True)
 x, out, weights = torch.zeros(64, 2048).bfloat16(), torch.zeros(512, 1536).bfloat16(), torch.zeros(64, 8)
 file.add_adapters(x, ints(64), table, out, experts=ints(64, 8), weights=weights)
 """

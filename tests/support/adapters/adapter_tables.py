@@ -42,7 +42,7 @@ def make_table(
 
 
 def in_places(table: AdapterTable, experts: int) -> AdapterTable:
-    """The table of a layer with so many experts, whose places have memory of their own and are part of a wider table.
+    """The table of a layer with so many experts, as a part of a wider table. Places have memory of their own.
 
     table: with a place for each expert of each place.
     """
@@ -53,8 +53,9 @@ def in_places(table: AdapterTable, experts: int) -> AdapterTable:
         rows = values.reshape(places, experts * parts, *values.shape[2:])
         return torch.cat([torch.full_like(rows, 7), rows, rows[:, :1]], 1)[:, experts * parts : -1]
 
-    arena = torch.nn.functional.pad(table.arena, (0, ALIGNED)).repeat(places)
-    return replace(table, arena=arena, offsets=wide(table.offsets), ranks=wide(table.ranks), place_size=size)
+    arena, offsets = torch.nn.functional.pad(table.arena, (0, ALIGNED)).repeat(places), wide(table.offsets)
+    offsets += torch.arange(places, device=DEVICE)[:, None, None] * size * (offsets >= 0)
+    return replace(table, arena=arena, offsets=offsets, ranks=wide(table.ranks))
 
 
 def make_tokens(
@@ -66,6 +67,7 @@ def make_tokens(
     ids, columns = torch.full((len(tokens), most), -1, dtype=torch.int32), torch.zeros(len(tokens), COLUMNS).long()
     for place, (own, rank) in enumerate(zip(tokens, ranks, strict=True)):
         ids[place, : len(own)] = torch.tensor(own, dtype=torch.int32)
-        a_at = 3 + len(own) * width
-        columns[place] = torch.tensor([len(own), 3, rank, a_at, a_at + vocab_size * rank])
-    return AdapterTokens(arena.to(dtype).to(DEVICE), size, columns.to(DEVICE), ids.to(DEVICE))
+        begin = place * size + 3
+        a_at = begin + len(own) * width
+        columns[place] = torch.tensor([len(own), begin, rank, a_at, a_at + vocab_size * rank])
+    return AdapterTokens(arena.to(dtype).to(DEVICE), columns.to(DEVICE), ids.to(DEVICE))
