@@ -64,11 +64,10 @@ def begin_sum(
     Returns the weight, the half of the buffers that the sum uses, and how often `take` reads: not again after a
     failure. A program reads one word, and writes it and those of programs that other sums have, too.
     """
-    if PDL:
-        gdc_launch_dependents()
     weight = load_for_norm(weight_ptr + cols, cols < size, NORM)
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()  # not sooner: two sums, or three kernels, are never in flight then
     program, programs = tl.program_id(0), tl.num_programs(0)
     num_sums = tl.load(num_sums_ptr + program)
     polls = tl.where(tl.load(failed_ptr) == 0, most_polls, 0)

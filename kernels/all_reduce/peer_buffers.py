@@ -16,9 +16,9 @@ from torch import Tensor
 MOST_PROGRAMS = 512  # of a kernel: each counts its sums
 EMPTY_WORD = -0x7FFF8000  # 0x80008000: -0.0 twice in 16 bits. Sums of other numbers do not see that it is sent as 0
 ALIGNMENT = 64  # bytes: elements are counted in multiples of 16
-# reads of a part that is missing, of 160 ns or more: 40 s, in which another rank may compile kernels. A rank that is
-# gone or stopped is found by the group much sooner
-MOST_POLLS = 1 << 28
+# reads of a part that is missing, of about 0.5 us: half a minute, in which another rank may compile kernels. A rank
+# that is gone or stopped is found by the group much sooner
+MOST_POLLS = 1 << 26
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -182,6 +182,10 @@ class InstallKernels(Frame, frozen=True):
     tuned: bytes  # see `Tuner.installed`
 
 
+class Meet(Frame, frozen=True):
+    """Wait until all ranks have come so far."""
+
+
 class DropGraph(Frame, frozen=True):
     """A graph is not run again."""
 
@@ -378,6 +382,7 @@ Command = (
     | BeginGraph
     | EndGraph
     | ReplayGraph
+    | Meet
     | DropGraph
     | ReceiveChanges
     | TakeChanges

@@ -55,7 +55,7 @@ class TwoRanks:
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
         ranks = connect(0, size, group, num_stages, runs_ahead=True)
-        model, send = self._load(ranks), self._send
+        model, send = self._load(ranks), self.send
         pool = self._pool(model)
         pool.mirror = LeaderPool(send)
         self.runner = Runner(LeaderModel(model, ranks, send), pool, geometry, None, lambda runner: None, send=send)
@@ -77,7 +77,7 @@ class TwoRanks:
                 places.put(place, finished(places.prepare(read_adapter(folder, targets, LIMITS))))
         return model
 
-    def _send(self, frame: Frame, to: Followers = Followers.ALL) -> None:
+    def send(self, frame: Frame, to: Followers = Followers.ALL) -> None:
         assert isinstance(frame, Command)
         if to is not Followers.LAST_STAGE or self._num_stages == 1:
             self._commands.put(frame)
