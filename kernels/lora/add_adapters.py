@@ -69,24 +69,24 @@ def add_adapters(
     own = table.ranks if table.own_ranks is None else table.own_ranks
     facts = {
         "OFFSETS": OFFSETS, "ALIGNED": ALIGNED, "TILE": tile, "ROWS": rows, "EXPERTS": experts is not None,
-        "EARLY": is_early, "PDL": pdl, "num_warps": 8 if rows > LARGE_TILE else 4, **pdl_options(pdl),
+        "EARLY": is_early, "PDL": pdl, **pdl_options(pdl),
     }  # fmt: skip
     shrink_kernel[_groups(num_tiles, num_numbers * splits), num_numbers, splits](
         x, tiles.rows, tiles.owners, places, table.arena, table.offsets, table.ranks, own, h, pairs, num_tiles, steps,
         x.stride(0), inputs, parts, table.max_rank, padded, pairs // len(x), pairs // len(places), table.place_stride,
         NUMBERS=numbers, INPUTS=in_tile, OWN=table.own_ranks is not None,
-        num_stages=2 if rows > LARGE_TILE else 3, **facts,
+        num_stages=2 if rows > LARGE_TILE else 3, num_warps=8 if rows > LARGE_TILE else 4, **facts,
     )  # fmt: skip
     if between is not None:
         h = between(h[0])
-    outputs = 64 if tile == 1 else 128
+    outputs = 64 if tile == 1 or rows > LARGE_TILE else 128
     of_part = ceil_div(table.largest, outputs)
     expand_kernel[_groups(num_tiles, parts * of_part), parts * of_part](
         h, tiles.rows, tiles.owners, places, h if weights is None else weights, table.arena, table.offsets, table.ranks,
         table.starts, table.sizes, out, pairs, num_tiles, splits, out.stride(0), parts, table.max_rank, of_part,
         pairs // len(places), table.place_stride, OUTPUTS=outputs, RANKS=min(padded, 32),
         SPLITS=1 if between is not None else most_splits, WIDE=_WIDE, WIDE_OUTPUTS=table.is_wide,
-        WEIGHTS=weights is not None, num_stages=1, **facts,
+        WEIGHTS=weights is not None, num_stages=1, num_warps=8 if rows >= LARGE_TILE else 4, **facts,
     )  # fmt: skip
 
 
