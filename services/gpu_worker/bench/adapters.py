@@ -72,7 +72,8 @@ def _experts(layer: LayerWidths, rows: int, num_adapters: int) -> Row:
     (gate_up, down), is_down = EXPERT_LAYERS, layer is EXPERT_LAYERS[1]
     experts = torch.rand(rows, layer.num_experts).topk(TOP_K).indices.int()
     places, weights = _places(rows, num_adapters), torch.rand(rows, TOP_K) if is_down else None
-    hit, inputs = len((places[:, None] * layer.num_experts + experts).unique()), pairs if is_down else rows
+    hit = len(set((places[:, None] * layer.num_experts + experts).flatten().tolist()))
+    inputs = pairs if is_down else rows
     pair_elements = RANK * (layer.inputs * len(layer.sizes) + outputs)
     num_bytes = item * (hit * pair_elements + inputs * layer.inputs + 2 * pairs * outputs)
     shape = ExpertShape(layer.num_experts, TOP_K, gate_up.inputs, down.inputs)
