@@ -8,5 +8,6 @@
   `adapt_embeddings` and `replace_logits`, which read them. Without Triton.
 
 One launch covers ranks that differ, and the parts of a joint product; of a layer of experts, all pairs of a row and an
-expert. The worker's `lora/` calls these. Of other folders they use the order of `moe.map_experts`.
+expert. Beside a product that is fused with a norm or a gate, rows are normalised or gated as `shrink` reads them. The
+worker's `lora/` calls these. Of other folders they use RMSNorm, and the order of `moe.map_experts`.
 """

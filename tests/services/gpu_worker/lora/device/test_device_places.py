@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import reference_experts
@@ -20,7 +21,9 @@ from blockyard.kernels.lora.adapter_tiles import tile_rows
 from blockyard.kernels.lora.adapter_tokens import adapt_embeddings_reference, replace_logits_reference
 from blockyard.kernels.lora.add_to_heads import add_to_heads_reference
 from blockyard.services.gpu_worker.compilation import record_kernels
+from blockyard.services.gpu_worker.execution.cuda.decode_graphs import DecodeSize
 from blockyard.services.gpu_worker.host_link import SameMemory
+from blockyard.services.gpu_worker.layers.linear import dense_linear
 from blockyard.services.gpu_worker.lora.device import packed_adapter, place_sizes
 from blockyard.services.gpu_worker.lora.device.adapter_pages import aligned
 from blockyard.services.gpu_worker.lora.device.device_places import DevicePlaces
@@ -30,6 +33,7 @@ from blockyard.services.gpu_worker.lora.device.place_sizes import TokenSizes, la
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
 from blockyard.services.gpu_worker.lora.targets import ModelTargets, layer_shares
 from blockyard.services.gpu_worker.memory import KVMemoryNeed
+from blockyard.services.gpu_worker.quantization.method import Fusion
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.config.services.lora import LoraConfig
 from blockyard.shared.errors import AdapterError
@@ -275,3 +279,16 @@ def test_kernels_of_steps_with_adapters_are_recorded(
         record_kernels._launch_steps(runner.model, need, torch.float32, 1, config)
     assert set(seen) == ({1, 4, 5, 16} if lora is not None else set())
     assert set(tiled) == (set(range(1, 17)) if lora is not None else set())
+
+
+def test_products_are_recorded_fused_and_alone() -> None:
+    """Of as many rows as may be fused: of tiles of one row, and of more."""
+    linears = [dense_linear(torch.ones(3, 2), fusion=Fusion.NORM), dense_linear(torch.ones(3, 2))]
+    for linear in linears:
+        linear.use({}, fused={2: Mock()})
+    seen, model, steps = list[tuple[int, list[bool]]](), Mock(linears=lambda: linears), Mock()
+    steps.sizes = [DecodeSize(rows, False, is_adapted=True) for rows in (16, 8, 2, 1)] + [DecodeSize(4, False)]
+    steps.forward = lambda size: seen.append((size.rows, [linear.fused(size.rows) is not None for linear in linears]))
+    record_kernels._launch_fused(model, steps)
+    assert seen == [(8, [True, False]), (1, [True, False]), (8, [False, False]), (1, [False, False])]
+    assert linears[0].fused(2) is not None and linears[0].fused(8) is None, "the kernels before are there again"
