@@ -83,6 +83,7 @@ def check_sums(case: Case, device: str) -> None:
 # of each layout of scales and zeros; incomplete blocks, chunks and tiles; more and fewer steps than are ahead
 GROUPED = (
     Case(form="mxfp4", rows=1, inputs=416, outs=38, tiling=MmaTiling(16, 2, 1), gate=Gate.CLAMPED_SWIGLU),
+    Case(form="mxfp4", rows=5, inputs=96, outs=20, tiling=MmaTiling(16, 2, 1)),
     Case(form="int4 g64 uint8 zeros", rows=17, inputs=160, outs=22, tiling=MmaTiling(32, 2, 1), tile=16),
     Case(form="nvfp4", rows=9, inputs=256, outs=40, tiling=MmaTiling(16, 2, 2), dtype=torch.float16, scale_first=True),
     Case(form="int4 g128", rows=3, inputs=288, outs=36, tiling=MmaTiling(32, 1, 1), gate=Gate.SILU, tile=8),
