@@ -7,7 +7,9 @@ from packed_experts import draw
 from torch import Tensor
 
 from blockyard.kernels.moe.experts_skinny import down_skinny_reference
-from blockyard.kernels.moe.four_bits.experts_mma import MmaForm, MmaTiling, grouped_mma, mma_form, row_sums
+from blockyard.kernels.moe.four_bits.grouped_mma import grouped_mma
+from blockyard.kernels.moe.four_bits.mma_form import MmaForm, MmaTiling, mma_form
+from blockyard.kernels.moe.four_bits.row_sums import row_sums
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.grouped_linear import grouped_linear_reference
 from blockyard.kernels.moe.map_experts import map_experts_reference
