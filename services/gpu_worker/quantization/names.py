@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 from blockyard.services.gpu_worker.loading.checkpoint_names import TEXT_PART, bare
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.quantization_settings.reading import REGEX
+from blockyard.shared.quantization.reading import REGEX
 
 FUSED = {  # names of products -> names of their parts
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),

@@ -20,8 +20,9 @@ from blockyard.shared.config.pooling.sentence_modules import module_folders
 from blockyard.shared.config.text_part import text_part
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.json_objects import read_json
-from blockyard.shared.quantization import KEY, W4
-from blockyard.shared.quantization_settings.files import read_quantization
+from blockyard.shared.quantization.files import read_quantization
+from blockyard.shared.quantization.reading import KEY
+from blockyard.shared.quantization.table import W4
 
 INDEX = "model.safetensors.index.json"
 WEIGHT = ".weight"
