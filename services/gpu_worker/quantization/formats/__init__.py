@@ -7,11 +7,11 @@
    `layouts` has what formats share. Parts, shares of ranks, experts, biases, and matrices that are needed as numbers
    are `QuantizedFormat`'s.
 2. A line in shared/quantization/table.py: the name, and the struct of the fields that the file reads. The launcher
-   refuses by the struct what no format reads, and imports no torch, so a struct that no other format has is written in
-   a file beside that table.
+   refuses by the struct before it starts a process, and may not import this package: a struct that is there for no
+   other format is written beside the table, in the file of its kind.
 3. A test in tests/services/gpu_worker/quantization/formats, which writes a tiny checkpoint of the public layout and
-   compares it with the numbers that it stands for (tests/support/models/quantized_checkpoint.py). By its `SAMPLES`
-   the format is also started by its name.
+   compares it with the numbers that it stands for (tests/support/models/quantized_checkpoint.py). `SAMPLES` of each test
+   are also started by every name that reads them (test_every_name.py).
 
-Then `blockyard flags` writes the tables of names in FLAGS.md and in this package's README.md.
+`blockyard flags` then writes the name into FLAGS.md and README.md.
 """
