@@ -10,8 +10,8 @@
    refuses by the struct before it starts a process, and may not import this package: a struct that is there for no
    other format is written beside the table, in the file of its kind.
 3. A test in tests/services/gpu_worker/quantization/formats, which writes a tiny checkpoint of the public layout and
-   compares it with the numbers that it stands for (tests/support/models/quantized_checkpoint.py). `SAMPLES` of each test
-   are also started by every name that reads them (test_every_name.py).
+   compares it with the numbers that it stands for (tests/support/models/quantized_checkpoint.py). What it has in
+   `SAMPLES` is also started by every name that reads it (test_every_name.py).
 
 `blockyard flags` then writes the name into FLAGS.md and README.md.
 """
