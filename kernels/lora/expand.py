@@ -94,7 +94,7 @@ def expand_kernel(
     if PDL:
         gdc_launch_dependents()
         if EARLY:  # B of the first tile
-            place, _ = load_tile(rows_ptr, owners_ptr, tile, num_rows, TILE, ROWS)
+            place, _rows = load_tile(rows_ptr, owners_ptr, tile, num_rows, TILE, ROWS)
             if place >= 0:
                 entry = place * place_stride + part
                 rank = tl.load(ranks_ptr + entry)

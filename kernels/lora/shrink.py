@@ -92,7 +92,7 @@ def shrink_kernel(
     if PDL:
         gdc_launch_dependents()
         if EARLY:  # A of the first tile
-            place, _ = load_tile(rows_ptr, owners_ptr, tile, num_rows, TILE, ROWS)
+            place, _rows = load_tile(rows_ptr, owners_ptr, tile, num_rows, TILE, ROWS)
             if place >= 0:
                 a_ptr, inside, _ = a_rows(
                     arena_ptr, offsets_ptr, ranks_ptr, own_ptr, place * place_stride + part, rank, part < parts,

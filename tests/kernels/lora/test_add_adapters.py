@@ -214,9 +214,9 @@ from blockyard.kernels.lora.adapter_tiles import tile_rows
 
 file.supports_pdl = lambda device: True
 ints = lambda *shape: torch.zeros(*shape, dtype=torch.int32)
-for rows, rank in ((1, 16), (64, 16), (2048, 512)):
-    arena, offsets = torch.zeros(64).bfloat16(), torch.zeros(8, 3, 3).long()
-    table = AdapterTable(arena, offsets, ints(8, 3), ints(3), ints(3), 4096, rank, is_wide=True)
+for rows, rank, parts in ((1, 16, 3), (64, 16, 3), (2048, 512, 3), (2048, 16, 1)):
+    arena, offsets = torch.zeros(64).bfloat16(), torch.zeros(8, parts, 3).long()
+    table = AdapterTable(arena, offsets, ints(8, parts), ints(parts), ints(parts), 4096, rank, is_wide=True)
     x, out, tiles = torch.zeros(rows, 4096).bfloat16(), torch.zeros(rows, 6144).bfloat16(), tile_rows(ints(rows), 8)
     file.add_adapters(x, ints(rows), table, out, tiles=tiles)
     if rows == 1:
@@ -225,7 +225,7 @@ for rows, rank in ((1, 16), (64, 16), (2048, 512)):
         halves = replace(table, arena=arena.half())  # --lora-dtype may be another dtype than the model's
         file.add_adapters(x, ints(rows), halves, out, tiles=tiles)
         file.add_adapters(x.half(), ints(rows), halves, out.half(), tiles=tiles, norm=RMSNorm(x[0].half(), 1e-5))
-table = AdapterTable(arena, offsets.repeat(1, 64, 1), ints(8, 192), ints(3), ints(3), 768, 16, is_wide=True)
+table = AdapterTable(arena, offsets.repeat(1, 192, 1), ints(8, 192), ints(3), ints(3), 768, 16, is_wide=True)
 x, out, weights = torch.zeros(64, 2048).bfloat16(), torch.zeros(512, 1536).bfloat16(), torch.zeros(64, 8)
 file.add_adapters(x, ints(64), table, out, experts=ints(64, 8), weights=weights)
 """

@@ -72,7 +72,7 @@ def test_every_form(form: str, dtype: torch.dtype) -> None:
     "tiling", [MmaTiling(32, 8, 2), MmaTiling(64, 4, 1), MmaTiling(32, 2, 1), MmaTiling(16, 16, 1)]
 )
 def test_sizes_of_gpt_oss(tiling: MmaTiling) -> None:
-    one = Case(form="mxfp4", rows=1, inputs=2880, outs=5760, tiling=MmaTiling(*tiling), gate=Gate.CLAMPED_SWIGLU)
+    one = Case(form="mxfp4", rows=1, inputs=2880, outs=5760, tiling=tiling, gate=Gate.CLAMPED_SWIGLU)
     for case in (one, replace(one, rows=9), replace(one, rows=64, tile=16)):
         check_grouped(case, DEVICE)
     for rows in (1, 2):

@@ -147,26 +147,24 @@ QUANTIZED_GROUPED = {  # most pairs an expert, on average -> candidates
 }
 # Of weights with 4 bits in registers: rows of a weight that a program reads, warps, steps loaded ahead.
 MMA_SUMS = (
-    ExpertConfig("mma_sums", (32, 8, 2), (16, 8, 2), 16),
     ExpertConfig("mma_sums", (32, 4, 2), (16, 16, 1), 16),
+    ExpertConfig("mma_sums", (32, 8, 2), (16, 8, 2), 16),
     ExpertConfig("mma_sums", (16, 8, 1), (16, 8, 1), 16),
     ExpertConfig("mma_sums", (32, 8, 1), (32, 8, 1), 16),
     ExpertConfig("mma_sums", (16, 4, 2), (16, 4, 2), 16),
 )
 MMA = {  # most pairs an expert, on average -> candidates
     4.0: (
-        _mma(8, (32, 4, 1), (32, 4, 1)),
         _mma(8, (32, 4, 2), (32, 2, 2)),
-        _mma(8, (32, 8, 2), (16, 8, 1)),
         _mma(8, (64, 4, 1), (64, 2, 1)),
+        _mma(8, (32, 4, 1), (32, 4, 1)),
         _mma(16, (32, 4, 1), (32, 4, 1)),
     ),
     32.0: (
-        _mma(16, (32, 4, 1), (32, 4, 1)),
+        _mma(16, (64, 2, 1), (64, 2, 1)),
         _mma(16, (32, 2, 1), (32, 2, 1)),
         _mma(16, (64, 4, 1), (64, 4, 1)),
-        _mma(16, (32, 8, 1), (32, 8, 1)),
-        _mma(16, (64, 2, 1), (64, 2, 1)),
+        _mma(16, (32, 4, 1), (32, 4, 1)),
     ),
 }
 MOST_MMA_PAIRS = 16  # an expert, on average, up to which these come first: tiles of more read a weight several times
