@@ -14,6 +14,7 @@ from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.lora.adapter_table import ALIGNED, OFFSETS, AdapterTable, AdapterTiles, Between
 from blockyard.kernels.lora.adapter_tiles import LARGE_TILE, TILE, tile_rows
 from blockyard.kernels.lora.expand import expand_kernel
+from blockyard.kernels.lora.few_rows import add_to_few_rows
 from blockyard.kernels.lora.shrink import shrink_kernel
 from blockyard.kernels.moe.map_experts import map_experts
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
@@ -63,6 +64,10 @@ def add_adapters(
     if weights is not None:
         check_tensor("weights", weights, () if experts is None else tuple(experts.shape), torch.float32)
     is_early = tiles is not None and experts is None
+    is_few = tiles is not None and is_early and tiles.tile == 1 and between is None and table.own_ranks is None
+    if is_few and not table.batch_invariant:  # others sum in the order of larger tiles
+        add_to_few_rows(x, places, table, out, norm, gated=gated, pdl=supports_pdl(x.device))
+        return
     if tiles is None:
         tiles = _make_tiles(places, table, experts)
     num_tiles, tile, pdl = len(tiles.owners), tiles.tile, supports_pdl(x.device)
