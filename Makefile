@@ -45,16 +45,17 @@ check: test-ready
 SLOWEST := -q --durations=15 --durations-min=5
 # Files run in the order of their names: those with the fewest tests, which would be the last, take long.
 BY_FILE := --dist loadfile --no-loadscope-reorder
-# Tests in which a delay of the machine itself would be taken for a fault have it nearly to themselves: beside them and the
-# rings runs only what computes, on what they leave. `make pytest ARGS=tests/shared` runs these alone.
+# Tests that compute, and have no limits of time, run beside all others, on what these leave. They leave the cache of
+# pytest alone, where LATE finds what has failed.
+COMPUTING := $(addprefix kernels/,attention moe quantized lora) shared/tool_parsers services/scheduler \
+	$(addprefix services/gpu_worker/,same_tokens models quantization layers loading attention)
+# gives way to all: Linux shares a core among sessions first, and then among the processes of each
+IDLE := nice -n 19 sh -c 'echo 19 >/proc/self/autogroup || true; exec "$$0" "$$@"'
+# Tests in which a delay of the machine itself would be taken for a fault have it to themselves but for what computes.
+# `make pytest ARGS=tests/shared` runs these alone.
 ALONE := $(addprefix integration/,failures/test_freezes.py failures/test_broken_links.py failures/test_tokenizer_faults.py) \
 	integration/workers/test_ray_ranks.py \
 	$(addprefix services/bench/,test_suite.py parallel/test_measures.py prefill_decode/test_measures.py)
-# gives way to all: Linux shares a core among sessions first, and then among the processes of each
-IDLE := nice -n 19 sh -c 'echo 19 >/proc/self/autogroup || true; exec "$$0" "$$@"'
-# Tests that compute, and have no limits of time. They leave the cache alone, where LATE finds what has failed.
-COMPUTING := $(addprefix kernels/,attention moe quantized lora) \
-	$(addprefix services/gpu_worker/,same_tokens models quantization layers)
 OTHERS := $(addprefix --ignore=tests/,integration $(COMPUTING) $(ALONE))
 RINGS := $(filter-out %__pycache__/,$(wildcard tests/integration/*/ tests/integration/test_*.py)) $(ALONE:%=--ignore=tests/%)
 # Tests of whole rings that fail beside others, whose rings take their cores, must pass by themselves.
@@ -65,13 +66,12 @@ ifdef ARGS
 else
 pytest: export OMP_NUM_THREADS := 1
 pytest:
-	$(RUN) -m pytest $(SLOWEST) -n 3 $(BY_FILE) $(OTHERS)
 	@log=$$(mktemp); setsid $(IDLE) $(RUN) -m pytest $(SLOWEST) --timeout=1200 -p no:cacheprovider -n 2 $(BY_FILE) \
 		$(COMPUTING:%=tests/%) >$$log 2>&1 & computing=$$!; \
 	trap 'kill $$computing' INT TERM; \
-	$(RUN) -m pytest $(SLOWEST) $(ALONE:%=tests/%); alone=$$?; \
-	test $$alone = 0 && $(RUN) -m pytest $(SLOWEST) -n 4 $(BY_FILE) $(RINGS); rings=$$?; \
-	wait $$computing; computing=$$?; cat $$log; rm $$log; test $$alone = 0 -a $$computing = 0 && \
+	$(RUN) -m pytest $(SLOWEST) -n 3 $(BY_FILE) $(OTHERS) && $(RUN) -m pytest $(SLOWEST) $(ALONE:%=tests/%); others=$$?; \
+	test $$others = 0 && $(RUN) -m pytest $(SLOWEST) -n 4 $(BY_FILE) $(RINGS); rings=$$?; \
+	wait $$computing; computing=$$?; cat $$log; rm $$log; test $$others = 0 -a $$computing = 0 && \
 	{ test $$rings = 0 || { $(RUN) -m pytest $(SLOWEST) $(LATE) $(RINGS) && echo "late beside other rings, in time by themselves: the tests above"; }; }
 endif
 
