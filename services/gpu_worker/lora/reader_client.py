@@ -142,9 +142,9 @@ class ReaderProcess:
             asked = next(iter(self._asked.values()))
             self._deaths[asked.job] = deaths = self._deaths.get(asked.job, 0) + 1
             if status == -signal.SIGXCPU and self._settings.threads == 1:  # such as a pattern that is matched for ever
-                self._refuse(asked.job, f"{asked.path}: it cannot be read in {self._settings.cpu_s} s of CPU time")
+                self._refuse(asked.job, f"it cannot be read in {self._settings.cpu_s} s of CPU time")
             elif deaths >= MOST_DEATHS:
-                self._refuse(asked.job, f"{asked.path}: the process that reads it has ended {deaths} times")
+                self._refuse(asked.job, f"the process that reads it has ended {deaths} times")
         self._settings = msgspec.structs.replace(self._settings, threads=1)
         self._use(start_child(ADAPTER_READER))
         for asked in self._asked.values():

@@ -172,7 +172,7 @@ def answer(
         return FolderRefused(asked.job, str(e))
     except Exception as e:  # a broken folder is no reason to end the process
         log.exception("adapter %s cannot be read", asked.path)
-        return FolderRefused(asked.job, f"{asked.path}: {e!r}")
+        return FolderRefused(asked.job, f"it cannot be read: {type(e).__name__}")
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ class WorkerAdapters:
                 job=one.job,
             )
         except AdapterError as e:
-            return LoadedAdapter(one.adapter, error=f"{one.path}: {e}", job=one.job)
+            return LoadedAdapter(one.adapter, error=str(e), job=one.job)
         except Exception as e:  # a broken adapter is no reason to end the worker
-            log.exception("an adapter cannot be arranged")
-            return LoadedAdapter(one.adapter, error=repr(e), job=one.job)
+            log.exception("adapter %s cannot be arranged", one.path)
+            return LoadedAdapter(one.adapter, error=f"it cannot be arranged: {type(e).__name__}", job=one.job)

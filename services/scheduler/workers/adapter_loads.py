@@ -141,7 +141,8 @@ class AdapterLoads:
         for note in frame.notes:
             log.warning("adapter %s: %s", adapter.name, note)
         if error:
-            log.warning("adapter %s is not served by worker %x: %s", adapter.name, worker, error)
+            columns = (adapter.name, worker, adapter.path, error)
+            log.warning("adapter %s is not served by worker %x: %s: %s", *columns)
         for load in self._loads:
             if load.adapter is adapter and worker in load.awaits:
                 load.awaits.discard(worker)
@@ -302,10 +303,10 @@ class AdapterLoads:
             if load.error:
                 self._registry.retire(adapter)
                 if load.gateway is None and not self._leaves_out_broken:
-                    raise LoadError(f"adapter {adapter.name}: {load.error}")
+                    raise LoadError(f"adapter {adapter.name}: {adapter.path}: {load.error}")
                 if load.gateway is None:
-                    self.notes.append(f"adapter {adapter.name} is not served: {load.error}")
-                    log.error("adapter %s is not served: %s", adapter.name, load.error)
+                    self.notes.append(f"adapter {adapter.name} is not served: {adapter.path}: {load.error}")
+                    log.error("adapter %s is not served: %s: %s", adapter.name, adapter.path, load.error)
             else:
                 self._registry.serve(adapter)
                 self._model_limits.update_adapters()
@@ -313,9 +314,9 @@ class AdapterLoads:
                     group.prompts.want(adapter.number)
                 log.info("adapter %s is served: %s", adapter.name, adapter.path)
             if load.gateway is not None:
-                status = 400 if load.error else 200
+                status, cause = (400, f"adapter {adapter.name!r}: {load.error}") if load.error else (200, "")
                 field = _field(adapter.is_prompt, "path")
-                self._answer(load.gateway, load.request_id, status, load.error, field)
+                self._answer(load.gateway, load.request_id, status, cause, field)
 
     def _drop(self, adapter: Adapter) -> None:
         """Drops an adapter everywhere that no request uses."""

@@ -37,7 +37,6 @@ class _Reading:
     """An adapter that not all ranks have read."""
 
     adapter: int
-    path: str
     by_rank: dict[int, LoadedAdapter] = field(default_factory=dict)
 
     def joined(self) -> LoadedAdapter:
@@ -49,7 +48,7 @@ class _Reading:
                 error = one.error if one is of_leader else f"rank {rank}: {one.error}"
                 return LoadedAdapter(self.adapter, error=error)
             if one.digest != of_leader.digest:
-                return LoadedAdapter(self.adapter, error=f"{self.path} has changed while the ranks were reading it")
+                return LoadedAdapter(self.adapter, error="the folder has changed while the ranks were reading it")
         return replace(of_leader, size_bytes=sum(one.size_bytes for one in found))
 
 
@@ -68,7 +67,7 @@ class LeaderAdapters:
 
     def load(self, adapter: int, path: str) -> None:
         job = secrets.randbits(JOB_BITS)
-        self._reading[job] = _Reading(adapter, path)
+        self._reading[job] = _Reading(adapter)
         self._send(ReadAdapter(job, adapter, path))
         self._own.load(adapter, path, job)
 

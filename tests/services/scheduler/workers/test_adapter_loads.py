@@ -88,14 +88,14 @@ def start_with_broken(*, is_restart: bool) -> World:
 
 
 def test_a_broken_adapter_ends_the_start() -> None:
-    with pytest.raises(LoadError, match=f"^adapter bad: {BROKEN} is broken$"):
+    with pytest.raises(LoadError, match=f"^adapter bad: {BROKEN}: it is broken$"):
         start_with_broken(is_restart=False)
 
 
 def test_a_scheduler_that_starts_again_leaves_a_broken_adapter_out() -> None:
     world = start_with_broken(is_restart=True)
     assert names(world) == ["a0"]
-    assert world.core.notes[-1] == f"adapter bad is not served: {BROKEN} is broken"
+    assert world.core.notes[-1] == f"adapter bad is not served: {BROKEN}: it is broken"
 
 
 def test_the_phase_tells_that_no_worker_serves_adapters() -> None:
@@ -350,7 +350,7 @@ def test_an_adapter_that_no_worker_can_read_again_ends_its_requests_and_the_next
     assert [one for one in world.sent if isinstance(one.frame, LoadAdapter)] == loads, (
         "nothing is read without a request"
     )
-    detail = f"no worker can read the adapter {name!r}: /broken is broken"
+    detail = f"no worker can read the adapter {name!r}: it is broken"
     refused = [one.frame for one in world.sent if isinstance(one.frame, Refused)]
     told = [(one.request_id, one.status, one.field, one.message) for one in refused]
     assert told == ([] if is_accepted else [("1", 400, "model", detail)])
