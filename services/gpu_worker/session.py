@@ -103,6 +103,7 @@ class SchedulerSession:
                     done.num_added_tokens,
                     done.has_tokenizer,
                     done.added_tokens,
+                    done.status,
                 )
                 self._links.answer(self._scheduler, loaded)
         return adapters.is_loading

@@ -40,6 +40,7 @@ class AdapterLoaded(Frame, frozen=True):
     num_added_tokens: int = 0  # ids behind the model's vocabulary
     has_tokenizer: bool = False  # its folder has one in which the model's ids keep their meaning
     added_tokens: list[AddedToken] = []  # of that tokenizer
+    status: int = 400  # HTTP status of the error
 
 
 class AdapterPlaced(FrameStruct, frozen=True):

@@ -86,6 +86,13 @@ class PromptRead(ControlFrame, frozen=True):
     notes: list[str]
 
 
+class FolderBegun(ControlFrame, frozen=True):
+    """A thread reads an adapter. Sent again once the size is known."""
+
+    job: int
+    size_bytes: int = 0  # of its weights
+
+
 class FolderRefused(ControlFrame, frozen=True):
     """A broken adapter."""
 
@@ -94,7 +101,7 @@ class FolderRefused(ControlFrame, frozen=True):
 
 
 ToReader = ReaderSettings | ReadFolder | MemoryMapped
-FromReader = FolderRead | PromptRead | FolderRefused
+FromReader = FolderBegun | FolderRead | PromptRead | FolderRefused
 
 
 def store_modules(modules: Sequence[ModuleTensors], memory: FileMemory) -> list[ModulePlaces]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from blockyard.services.gpu_worker.interfaces import LoadedAdapter
 from blockyard.services.gpu_worker.lora.places import AdapterPlaces, HostAdapter
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, ReadModules
-from blockyard.services.gpu_worker.lora.reader_client import AdapterReader
+from blockyard.services.gpu_worker.lora.reader_client import AdapterReader, NotRead
 from blockyard.services.gpu_worker.lora.targets import ModelTargets
 from blockyard.shared.errors import AdapterError
 from blockyard.shared.messages import AdapterPlaced, AddedToken
@@ -105,8 +105,8 @@ class WorkerAdapters:
             if asked is None:
                 continue  # it was asked for before a reset
             adapter, path = asked
-            if isinstance(read, str):
-                done.append(LoadedAdapter(adapter, error=read, job=job))
+            if isinstance(read, NotRead):
+                done.append(LoadedAdapter(adapter, error=read.cause, status=read.status, job=job))
             else:
                 self._arranged.append(_Arranged(job, adapter, path, read.notes, self._pieces(read)))
         now_s = time.monotonic()

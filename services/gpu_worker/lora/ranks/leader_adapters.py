@@ -46,7 +46,7 @@ class _Reading:
         for rank, one in sorted(self.by_rank.items()):
             if one.error:
                 error = one.error if one is of_leader else f"rank {rank}: {one.error}"
-                return LoadedAdapter(self.adapter, error=error)
+                return LoadedAdapter(self.adapter, error=error, status=one.status)
             if one.digest != of_leader.digest:
                 return LoadedAdapter(self.adapter, error="the folder has changed while the ranks were reading it")
         return replace(of_leader, size_bytes=sum(one.size_bytes for one in found))
@@ -85,8 +85,8 @@ class LeaderAdapters:
             self._reading[loaded.job].by_rank[LEADER] = loaded
         for rank, answer in self._followers.take_adapter_answers():
             if (reading := self._reading.get(answer.job)) is not None:  # else it was asked before a reset
-                said = LoadedAdapter(reading.adapter, answer.digest, answer.size_bytes, answer.error)
-                reading.by_rank[rank] = said
+                columns = (reading.adapter, answer.digest, answer.size_bytes, answer.error)
+                reading.by_rank[rank] = LoadedAdapter(*columns, status=answer.status)
         done: list[LoadedAdapter] = []
         for job in [job for job, one in self._reading.items() if len(one.by_rank) == self._num_ranks]:
             loaded = self._reading.pop(job).joined()

@@ -12,6 +12,7 @@ from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.scheduler import SchedulerConfig
 from blockyard.shared.errors import LoadError
 from blockyard.shared.messages import (
+    AdapterLoaded,
     AdapterUse,
     Cancel,
     Control,
@@ -95,7 +96,20 @@ def test_a_broken_adapter_ends_the_start() -> None:
 def test_a_scheduler_that_starts_again_leaves_a_broken_adapter_out() -> None:
     world = start_with_broken(is_restart=True)
     assert names(world) == ["a0"]
-    assert world.core.notes[-1] == f"adapter bad is not served: {BROKEN}: it is broken"
+    assert world.core.notes[-1] == "adapter bad is not served: it is broken"
+
+
+def test_a_load_that_takes_too_long_is_no_fault_of_the_client() -> None:
+    world = make(adapters=1)
+    command(world, ControlVerb.LOAD_ADAPTER, "b", "/b")
+    [worker], number = world.workers.values(), max(world.core.adapters.all)
+    world.turn()
+    worker.inbox.clear()
+    late = AdapterLoaded(worker.incarnation, number, error="its disk hangs", status=504)
+    world.tell(worker.incarnation, late)
+    world.settle()
+    [gateway] = world.gateways.values()
+    assert [(one.status, one.message) for one in gateway.controlled] == [(504, "adapter 'b': its disk hangs")]
 
 
 def test_the_phase_tells_that_no_worker_serves_adapters() -> None:
