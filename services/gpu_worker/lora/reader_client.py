@@ -1,8 +1,10 @@
 """The worker's end of its reader process: asks for adapters, and starts the process again when it has ended."""
 
+import contextlib
 import logging
 import signal
 import subprocess
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,16 +17,17 @@ from blockyard.services.gpu_worker.child_processes.start import ADAPTER_READER, 
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, ReadModules
 from blockyard.services.gpu_worker.lora.read_prompt import PromptLimits, ReadPrompt
 from blockyard.services.gpu_worker.lora.reader_frames import (
+    ArrivingModules,
     FolderBegun,
     FolderRead,
     FolderRefused,
     FromReader,
     MemoryMapped,
+    ModulesRead,
     PromptRead,
     PromptSettings,
     ReaderSettings,
     ReadFolder,
-    map_modules,
 )
 from blockyard.shared.process.cores import usable_cores
 
@@ -33,6 +36,7 @@ log = logging.getLogger(__name__)
 MOST_DEATHS = 3  # an adapter whose reader ended so often is refused
 MOST_THREADS = 4
 CORES_OF_THREAD = 4  # steps and other processes come first
+RECEIVE_S = 0.001  # for which answers are taken between two steps; one may take a few ms
 MOST_CPU_S = 30  # of an adapter, beside that of its bytes
 # Of an adapter, or without a word of a process: a start of Python and torch takes a tenth of it on a busy machine.
 MOST_S = 60.0
@@ -113,37 +117,43 @@ class ReaderProcess:
         return found
 
     def _take(self) -> None:
-        for frame in self._frames.receive():
+        end_s = time.monotonic() + RECEIVE_S
+        while frames := self._frames.receive(1):
             self._deadlines.hear()
-            if isinstance(frame, FolderBegun):
-                if frame.job in self._asked:
-                    self._deadlines.begin(frame.job, MOST_S + S_A_GIB * frame.size_bytes / GIB)
-                continue
-            if frame.job not in self._asked:  # it was refused, as it took too long
-                if isinstance(frame, FolderRead):
-                    self._frames.send(MemoryMapped(frame.descriptor))
-                continue
-            if isinstance(frame, FolderRefused):
-                self._refuse(frame.job, frame.cause)
-                continue
-            if isinstance(frame, PromptRead):
-                assert self._prompts is not None
-                vectors = torch.frombuffer(bytearray(frame.vectors), dtype=self._prompts.dtype)
-                prompt = ReadPrompt(vectors.view(frame.shape), frame.digest, frame.notes)
-                self._read_prompts.append((frame.job, prompt))
-            else:
-                try:
-                    modules = map_modules(f"/proc/{self._process.pid}/fd/{frame.descriptor}", frame)
-                except OSError:
-                    continue  # the process has ended, and is asked again
-                self._frames.send(MemoryMapped(frame.descriptor))
-                self._read.append(
-                    (frame.job, ReadModules(frame.config, modules, frame.digest, frame.notes, frame.texts))
-                )
-            self._forget(frame.job)
+            self._take_frame(frames[0])
+            if time.monotonic() >= end_s:
+                return
         if not self._frames.is_open:
             self._start_again()
         self._end_late_ones()
+
+    def _take_frame(self, frame: FromReader) -> None:
+        match frame:
+            case FolderRead() if frame.job not in self._asked:  # it was refused, as it took too long
+                self._frames.send(MemoryMapped(frame.descriptor))
+            case _ if frame.job not in self._asked:
+                pass
+            case FolderBegun(job, size_bytes):
+                self._deadlines.begin(job, MOST_S + S_A_GIB * size_bytes / GIB)
+            case FolderRefused(job, cause):
+                self._refuse(job, cause)
+            case PromptRead(job, data, shape, digest, notes):
+                assert self._prompts is not None
+                vectors = torch.frombuffer(bytearray(data), dtype=self._prompts.dtype)
+                self._read_prompts.append((job, ReadPrompt(vectors.view(shape), digest, notes)))
+                self._forget(job)
+            case FolderRead(job, descriptor):
+                with contextlib.suppress(OSError):  # the process has ended, and is asked again
+                    self._arriving[job] = ArrivingModules(f"/proc/{self._process.pid}/fd/{descriptor}", frame)
+                    self._frames.send(MemoryMapped(descriptor))
+                self._deadlines.end(job)
+            case ModulesRead(job) if (arriving := self._arriving.get(job)) is not None:
+                arriving.add(frame)
+                if arriving.is_whole:
+                    read = self._arriving.pop(job).read
+                    modules = ReadModules(read.config, arriving.modules, read.digest, read.notes, read.texts)
+                    self._read.append((job, modules))
+                    self._forget(job)
 
     def _end_late_ones(self) -> None:
         for job in self._deadlines.overdue():
@@ -185,6 +195,7 @@ class ReaderProcess:
         self._frames: FrameSocket[FromReader] = FrameSocket(ours, msgspec.msgpack.Decoder(FromReader))
         self._frames.send(self._settings)
         self._deadlines, self._is_stuck = JobDeadlines(MOST_S), False
+        self._arriving: dict[int, ArrivingModules] = {}  # by job
 
     def _count_death(self, job: int) -> int:
         self._deaths[job] = deaths = self._deaths.get(job, 0) + 1

@@ -33,6 +33,7 @@ from blockyard.services.gpu_worker.lora.reader_frames import (
     FolderRefused,
     FromReader,
     MemoryMapped,
+    ModulesRead,
     PromptRead,
     ReaderSettings,
     ReadFolder,
@@ -49,6 +50,7 @@ NICENESS = 5  # steps come first
 GIB = 1 << 30
 CPU_S_A_GIB = 20  # of weights, beside what any adapter may take
 SLOW_S = 2.0  # after which a folder seems to wait for a disk, and another one is read beside it
+MODULES_A_FRAME = 128  # which the worker takes between two steps
 MOST_SLOW = 8  # such folders: a disk that hangs holds a thread of each until the process is ended
 
 
@@ -138,7 +140,7 @@ class ReaderThreads:
                 if isinstance(frame, FolderBegun):
                     self._began_s.setdefault(frame.job, time.monotonic())
                     self._sizes[frame.job] = frame.size_bytes
-                else:
+                elif not isinstance(frame, ModulesRead):
                     self._began_s.pop(frame.job, None)
                     self._sizes.pop(frame.job, None)
         return found
@@ -152,10 +154,11 @@ class ReaderThreads:
             self._say(FolderBegun(asked.job))
             with contextlib.suppress(AdapterError, OSError):  # which is answered when it is read
                 self._say(FolderBegun(asked.job, weights_file(Path(asked.path)).stat().st_size))
-            self._say(answer(asked, limits, prompts, check, threads))
+            self._say(*answer(asked, limits, prompts, check, threads))
 
-    def _say(self, frame: FromReader) -> None:
-        self._answers.put(frame)
+    def _say(self, *frames: FromReader) -> None:
+        for frame in frames:
+            self._answers.put(frame)
         os.eventfd_write(self.wakes, 1)
 
 
@@ -179,7 +182,7 @@ def answer(
     prompts: PromptLimits | None = None,
     check: TokenizerCheck | None = None,
     threads: int = 1,
-) -> FromReader:
+) -> list[FromReader]:
     """prompts: None: no prompt adapter is asked for. check: of tokenizers in folders; None: they are not read.
 
     threads: of each file of weights.
@@ -189,7 +192,7 @@ def answer(
             assert prompts is not None
             found = read_prompt(Path(asked.path), prompts)
             vectors = found.vectors.contiguous().view(torch.uint8).numpy().tobytes()
-            return PromptRead(asked.job, vectors, list(found.vectors.shape), found.digest, found.notes)
+            return [PromptRead(asked.job, vectors, list(found.vectors.shape), found.digest, found.notes)]
         read = read_modules(Path(asked.path), limits, threads)
         memory, digest = read.memory, read.digest
         assert memory is not None
@@ -197,14 +200,15 @@ def answer(
         texts = None if check is None else check.read(Path(asked.path))
         if texts is not None and texts.digest:  # other texts of the same weights are another adapter
             digest = digest_of(digest, texts.digest)
-        return FolderRead(
-            asked.job, os.dup(memory.descriptor), memory.size_bytes, digest, read.config, places, read.notes, texts
-        )
+        columns = (memory.size_bytes, digest, read.config, len(places), read.notes, texts)
+        parts = [places[i : i + MODULES_A_FRAME] for i in range(0, len(places), MODULES_A_FRAME)]
+        whole = FolderRead(asked.job, os.dup(memory.descriptor), *columns)
+        return [whole, *(ModulesRead(asked.job, part) for part in parts)]
     except AdapterError as e:
-        return FolderRefused(asked.job, str(e))
+        return [FolderRefused(asked.job, str(e))]
     except Exception as e:  # a broken folder is no reason to end the process
         log.exception("adapter %s cannot be read", asked.path)
-        return FolderRefused(asked.job, f"it cannot be read: {type(e).__name__}")
+        return [FolderRefused(asked.job, f"it cannot be read: {type(e).__name__}")]
 
 
 if __name__ == "__main__":

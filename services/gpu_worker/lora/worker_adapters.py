@@ -8,6 +8,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
 from blockyard.services.gpu_worker.interfaces import LoadedAdapter
+from blockyard.services.gpu_worker.lora.module_tensors import ModuleTensors
 from blockyard.services.gpu_worker.lora.places import AdapterPlaces, HostAdapter
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, ReadModules
 from blockyard.services.gpu_worker.lora.reader_client import AdapterReader, NotRead
@@ -36,11 +37,21 @@ class _Arranged:
 def arrange_modules(
     read: ReadModules, targets: ModelTargets, limits: AdapterLimits
 ) -> Generator[bool, None, HostAdapter]:
-    """Brings an adapter into the order of a model's products, module by module. Raises AdapterError."""
-    added = targets.tokens.cut_added(read.modules, read.config, limits.max_rows)
-    modules = [module for module in read.modules if module.tensors()]
-    of_tokens = [module for module in modules if module.is_of_tokens]
-    others = [module for module in modules if not module.is_of_tokens]
+    """Brings an adapter into the order of a model's products, module by module. Raises AdapterError.
+
+    Takes the modules out of `read`: as many tensors as a mixture has would take long to free at once.
+    """
+    adding, of_tokens, others = list[ModuleTensors](), list[ModuleTensors](), list[ModuleTensors]()
+    for module in read.modules:
+        if targets.tokens.may_add(module.name):
+            adding.append(module)
+        yield True
+    added = targets.tokens.cut_added(adding, read.config, limits.max_rows)
+    read.modules.reverse()
+    while read.modules:
+        if (module := read.modules.pop()).tensors():
+            (of_tokens if module.is_of_tokens else others).append(module)
+        yield True
     deltas = yield from targets.arrange(others, limits.dtype, read.config, limits.max_rank)
     tokens = targets.tokens.arrange(of_tokens, read.config, limits.dtype, limits.max_rows, added)
     factor, max_len = targets.long_context(read.config.context_length)

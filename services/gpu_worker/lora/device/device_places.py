@@ -89,21 +89,23 @@ class DevicePlaces:
         return self._memory.nbytes
 
     def prepare(self, adapter: HostAdapter) -> Generator[bool, None, HostAdapter]:
-        """Moves all matrices to memory from which the device copies while the host goes on. Raises AdapterError for
-        what has no room in a place."""
+        """Moves all matrices to memory from which the device copies while the host goes on, and takes them out of the
+        adapter. Raises AdapterError for what has no room in a place."""
         tokens = adapter.tokens or TokenDeltas()
         embedding = tokens.embedding if tokens.embedding is not None and self._embedding is not None else None
         embedding, (head, added) = embedding or EmbeddingDelta(), self._head_rows(tokens)
-        deltas = [delta for of_layer in adapter.deltas.values() for delta in of_layer]
         matrices = None if embedding.a is None or embedding.b is None else (embedding.a, embedding.b)
         rows = [] if embedding.rows is None else [(embedding.rows.token_ids, embedding.rows.values)]
         of_tokens = [*(values for _, values in (*rows, *head, *added)), *(matrices or ())]
-        total = total_size(iter([*(one for delta in deltas for one in delta.tensors()), *of_tokens]))
+        total = total_size(of_tokens)
+        for of_layer in adapter.deltas.values():
+            total += total_size(one for delta in of_layer for one in delta.tensors())
+            yield True
         self._check_room(adapter, total)
         packer, entries = AdapterPacker(self._link, self._dtype, total), PackedEntries(self._firsts[-1])
-        for layer, of_layer in adapter.deltas.items():
+        for layer in list(adapter.deltas):
             share = self._shares[layer]
-            for delta in of_layer:
+            for delta in adapter.deltas.pop(layer):
                 part = share.starts.index(delta.start)
                 entries.set(self._firsts[layer] + part, share.sizes[part:], delta, packer)
             yield True

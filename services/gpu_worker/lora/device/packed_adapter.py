@@ -1,6 +1,6 @@
 """An adapter in host memory from which a device copies, and where its matrices begin."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -131,6 +131,6 @@ def aligned(count: int) -> int:
     return -(-count // ALIGNED) * ALIGNED
 
 
-def total_size(tensors: Iterator[Tensor]) -> int:
+def total_size(tensors: Iterable[Tensor]) -> int:
     """Elements that tensors take."""
     return sum(aligned(one.numel()) for one in tensors)

@@ -24,6 +24,8 @@ from blockyard.services.gpu_worker.child_processes import job_deadlines
 from blockyard.services.gpu_worker.lora import reader_client
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, ReadModules, read_modules
 from blockyard.services.gpu_worker.lora.reader_client import LATE, MOST_DEATHS, MOST_S, NotRead, ReaderProcess
+from blockyard.services.gpu_worker.lora.reader_frames import ArrivingModules, ModulesRead
+from blockyard.services.gpu_worker.lora.reader_process import MODULES_A_FRAME
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.config.services.lora import LoraConfig
 from blockyard.shared.messages import AdapterPlaced
@@ -142,6 +144,44 @@ def test_an_adapter_whose_patterns_are_matched_for_ever_is_refused(
     found = answers(reader, 1, 2)
     assert found[1] == NotRead("it cannot be read in 1 s of CPU time")
     assert isinstance(found[2], ReadModules)
+    reader.close()
+
+
+def write_many(folder: Path, num_modules: int) -> None:
+    """Writes an adapter of small matrices."""
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 1, "target_modules": ["q"]}')
+    names = [f"base_model.model.{i:04}.q.lora_{part}.weight" for i in range(num_modules) for part in "AB"]
+    save_file(
+        {name: torch.full((1, 1), float(i)) for i, name in enumerate(names)}, folder / "adapter_model.safetensors"
+    )
+
+
+def test_many_modules_are_taken_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are launched between two calls, also if the process ends in the middle."""
+    monkeypatch.setattr(reader_client, "RECEIVE_S", 0.0)  # a frame in each call
+    write_many(tmp_path / "many", num := 2 * MODULES_A_FRAME + 1)
+    taken: list[int] = []
+
+    class Counted(ArrivingModules):
+        def add(self, frame: ModulesRead) -> None:
+            taken.append(len(frame.modules))
+            super().add(frame)
+
+    monkeypatch.setattr(reader_client, "ArrivingModules", Counted)
+    reader, found, end_s = ReaderProcess(LIMITS), list[tuple[int, object]](), time.monotonic() + WAIT_S
+    reader.ask(1, str(tmp_path / "many"))
+    while not found and time.monotonic() < end_s:
+        before = len(taken)
+        found = list(reader.receive())
+        assert len(taken) <= before + 1
+        if len(taken) == 1 and before == 0:
+            os.kill(reader.process_id, signal.SIGKILL)
+    [(_, read)] = found
+    assert isinstance(read, ReadModules)
+    assert [module.name for module in read.modules] == [f"{i:04}.q" for i in range(num)]
+    assert [float(module.a) for module in read.modules if module.a is not None] == [2.0 * i for i in range(num)]
+    assert taken[-3:] == [MODULES_A_FRAME, MODULES_A_FRAME, 1]
     reader.close()
 
 

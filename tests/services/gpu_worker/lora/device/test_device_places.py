@@ -98,8 +98,11 @@ def test_a_place_holds_the_largest_adapter_and_an_adapter_its_own_bytes(folders:
     linears, shares = runner.model.linears(), layer_shares(runner.model)
     places = DevicePlaces(runner.model, 2, LIMITS, KERNELS, torch.device("cpu"), SameMemory())
     adapter = read_adapter(folders[1], ModelTargets(runner.model), EXACT)
-    held = finished(places.prepare(adapter))
-    assert adapter.size_bytes <= held.size_bytes < adapter.size_bytes * 1.05, "nothing is padded to the largest rank"
+    own_bytes, num_layers = adapter.size_bytes, len(adapter.deltas)
+    pieces = places.prepare(adapter)
+    assert all(next(pieces) for _ in range(2 * num_layers)) and not adapter.deltas, "counted and packed layer by layer"
+    held = finished(pieces)
+    assert own_bytes <= held.size_bytes < own_bytes * 1.05, "nothing is padded to the largest rank"
     of_tokens = TokenSizes(runner.model, LIMITS).place_size(LIMITS)
     assert places.size_bytes == 2 * 4 * (place_size(linears, shares, LIMITS) + of_tokens)
     small = AdapterLimits(dtype=torch.float32, max_rank=16, target_modules=("q_proj",))
