@@ -197,7 +197,7 @@ class AdapterLoads:
             self._outbox.send(worker, DropAdapter(self._scheduler, number))
         for number in changes.load:
             adapter = self._registry.all[number]
-            columns = (self._scheduler, number, adapter.name, adapter.path, adapter.is_prompt)
+            columns = (self._scheduler, number, adapter.path, adapter.is_prompt)
             self._outbox.send(worker, LoadAdapter(*columns))
 
     def _is_refused_everywhere(self, numbers: Adapters) -> bool:

@@ -105,7 +105,7 @@ def test_a_load_that_takes_too_long_is_no_fault_of_the_client() -> None:
     [worker], number = world.workers.values(), max(world.core.adapters.all)
     world.turn()
     worker.inbox.clear()
-    late = AdapterLoaded(worker.incarnation, number, error="its disk hangs", status=504)
+    late = AdapterLoaded(number, error="its disk hangs", status=504)
     world.tell(worker.incarnation, late)
     world.settle()
     [gateway] = world.gateways.values()
