@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for rig
 import msgspec
 from rig import Row, table
 from scheduling.bench_equality import equality_rows
-from scheduling.bench_roles import role_rows
+from scheduling.bench_roles import DETOKENIZER, GATEWAY, ME, WORKER, role_rows
 from scheduling.bench_simulator import simulator_rows
 from serving.bench_prefix import prefix_rows
 
@@ -58,7 +58,6 @@ from blockyard.shared.messages import (
     encode_logprobs,
 )
 
-ME, DETOKENIZER, GATEWAY, WORKER = 1, 2, 3, 4  # further workers have the next numbers
 DIGEST = bytes(16)  # of every adapter
 
 
