@@ -72,7 +72,7 @@ from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.context_length import too_long
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import Geometry
-from blockyard.shared.quantization import KEY
+from blockyard.shared.quantization.reading import KEY
 
 DTYPES = {
     "half": torch.float16,
