@@ -101,6 +101,7 @@ LAYERS["shared"] = (
     "progress_bars",
     "token_ids",
     "json_objects",
+    "context_length",
     "quantization",
     "chat_template_files",
 )

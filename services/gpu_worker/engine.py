@@ -69,6 +69,7 @@ from blockyard.services.kv_transfer.host.host_store import BlockStore
 from blockyard.shared.config.pooling.output_kinds import OutputKind, first_kind, sees_both_sides
 from blockyard.shared.config.services.lora import LoraConfig
 from blockyard.shared.config.services.worker import WorkerConfig
+from blockyard.shared.context_length import too_long
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import Geometry
 from blockyard.shared.quantization.reading import KEY
@@ -436,8 +437,5 @@ def pick_dtype(name: str, configured: object, backend: Backend) -> torch.dtype:
 
 def pick_length(asked: int | None, made_for: int) -> int:
     if asked is not None and asked > made_for:
-        raise ConfigError(
-            f"--max-model-len {asked} is more than the {made_for} tokens config.json allows; "
-            "--hf-overrides or --rope-scaling can extend that"
-        )
+        raise ConfigError(too_long("--max-model-len", asked, made_for))
     return asked or made_for

@@ -10,6 +10,7 @@ from blockyard.shared.config.services.lora import AdapterSource
 from blockyard.shared.config.services.worker import DUMMY_FORMATS
 from blockyard.shared.config.text_part import text_patch
 from blockyard.shared.config.worker_fields import on_gpu
+from blockyard.shared.context_length import longest_sequence, too_long
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.json_objects import merge_patch, read_json
 from blockyard.shared.messages import SamplingDefaults
@@ -154,6 +155,14 @@ def context_limit(values: Values, config: dict[str, Any]) -> int | None:
             "--disable-sliding-window"
         )
     return asked or min(window, model_length(config) or window)
+
+
+def check_length(values: Values, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError if --max-model-len is longer than config.json, with the values of flags, allows."""
+    asked, impl = asked_length(values), values.get("model-impl", str)
+    most = longest_sequence(checkpoint.config, config_overrides(values), impl)
+    if asked is not None and most is not None and asked > most:
+        raise ConfigError(too_long(values.where("max-model-len"), asked, most))
 
 
 def sampling_defaults(values: Values, generation: dict[str, Any]) -> SamplingDefaults:

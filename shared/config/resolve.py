@@ -19,6 +19,7 @@ from blockyard.shared.config.checkpoint import (
     Checkpoint,
     asked_quantization,
     chat_template,
+    check_length,
     config_overrides,
     context_limit,
     file_format,
@@ -254,7 +255,11 @@ def worker(of_role: WorkersOfRole, model: Checkpoint, process: ProcessConfig) ->
     worker_fields.check_ranks(values, model.config)
     fields, pooling = _fields(values, "worker"), worker_pooling_fields(values, model)
     lora = adapters.worker_config(values, model.adapters)
-    overrides = config_overrides(values) if values["worker-cls"] == "mock" else quantized_overrides(values, model)
+    if values["worker-cls"] == "mock":
+        overrides = config_overrides(values)
+    else:
+        check_length(values, model)
+        overrides = quantized_overrides(values, model)
     fields["mock"]["vocab_size"] = fields["mock"]["vocab_size"] or model.config.get("vocab_size", 0)
     fields["mock"]["max_model_len"] = model_length(model.config) or MOCK_LENGTH
     return _struct(

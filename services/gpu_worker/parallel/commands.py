@@ -348,6 +348,7 @@ class AdapterRead(Frame, frozen=True):
     digest: bytes = b""
     size_bytes: int = 0  # of the rank's part
     error: str = ""
+    status: int = 400  # HTTP status of the error
 
 
 class LifeSign(Frame, frozen=True):

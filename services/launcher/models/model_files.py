@@ -88,7 +88,7 @@ def find_adapters(values: Values) -> list[AdapterSource]:
             else:
                 changes_experts = check_folder(folder, max_rank)
         except AdapterError as e:
-            raise ConfigError(f"adapter {source.name}: {e}") from e
+            raise ConfigError(f"adapter {source.name}: {folder}: {e}") from e
         found.append(msgspec.structs.replace(source, path=str(folder), has_experts=changes_experts))
     return found
 

@@ -15,6 +15,7 @@ from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import KVRole, SamplingDefaults
 
 BUS = BusConfig(registry="ipc:///run/x/message-bus", bind="ipc:///run/x")
+LINEAR = '{"rope_type": "linear", "factor": 2}'
 CONFIG = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096, "vocab_size": 4096}
 
 
@@ -286,6 +287,17 @@ def test_the_context_may_be_a_size_or_what_fits(value: str, length: int | None, 
     assert (worker.max_model_len, worker.fit_max_model_len) == (length, fitted)
     worker = deploy("--max-model-len", "auto", "--disable-sliding-window", config={"sliding_window": 512}).workers[0]
     assert (worker.max_model_len, worker.fit_max_model_len) == (512, True)
+
+
+@pytest.mark.parametrize(
+    "extended", [["--hf-overrides", '{"max_position_embeddings": 5000}'], ["--rope-scaling", LINEAR]]
+)
+def test_a_context_longer_than_config_json_allows_is_refused(extended: list[str]) -> None:
+    asked = ["--max-model-len", "5000"]
+    with pytest.raises(ConfigError, match=r"^--max-model-len 5000 is more than the 4096 tokens config\.json allows"):
+        deploy(*asked)
+    assert deploy(*asked, *extended).workers[0].max_model_len == 5000
+    assert deploy(*asked, "--worker-cls", "mock").workers[0].max_model_len == 5000
 
 
 def test_kv_memory_in_bytes() -> None:
