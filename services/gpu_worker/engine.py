@@ -1,6 +1,6 @@
 """Builds a ready runner from the settings: device, weights, memory. Imports torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,14 +104,16 @@ def start(
     team: RankTeam | None = None,
     make_reader: MakeReader | None = None,
     replicas: StepAgreement | None = None,
+    before_s: float = 0.0,
 ) -> Runner | EncoderRunner:
     """Loads the model and returns its runner. Raises ConfigError or LoadError with a message of one line.
 
     processes: compile processes that are already started, if any. team: of this leader; None: there is one rank.
     make_reader: of adapters; None: one that starts a process. replicas: that have the experts together with this one;
-    None: this one has all.
+    None: this one has all. before_s: that this process took until now, for the report.
     """
-    backend, report = pick_backend(config.device), StartReport(report_start)
+    report = StartReport(report_start, before_s)
+    backend = pick_backend(config.device)
     config = of_host(config)
     report.note(backend.set_up(config.threads or default_threads(config.replicas), processes))
     report.phase("reading the configuration")
@@ -131,6 +133,12 @@ def start(
     report.note(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}{by}")
     loaded = load(config, settings, build, dtype, backend, report, team, make_reader, replicas, generates=generates)
     return make_runner(loaded, settings, backend, report, team, replicas, generates=generates)
+
+
+def open_device(config: WorkerConfig) -> None:
+    """Imports what the device of a follower needs and opens it, while the leader checks its settings. Raises
+    ConfigError."""
+    pick_backend(config.device).free_bytes(config)
 
 
 def follow(config: WorkerConfig, team: RankTeam, replicas: ReplicaPeers | None = None) -> Follower | EncoderFollower:
@@ -216,11 +224,10 @@ def load(
                 model.table, folder, config.load_format, config.ignore_patterns, config.seed, progress
             )
         report.note(str(loaded), *model.table.describe_unused())
-        agree_on_numbers(model.experts(), table.ranks, None if exchange is None else exchange.group)
         kv_block_bytes = block_bytes(model.shape, config.block_size, kv_dtype)
-        config = backend.fit_num_seqs(config, kv_block_bytes)
-        for group in groups:
-            config = msgspec.structs.replace(config, max_num_seqs=group.least(config.max_num_seqs))
+        with report.waiting():
+            agree_on_numbers(model.experts(), table.ranks, None if exchange is None else exchange.group)
+            config = with_fewest_seqs(backend.fit_num_seqs(config, kv_block_bytes), groups)
         longest = add_long_rotations(model, config.lora, max_model_len)
         prepare(model, config, longest, backend, report)
         if table.ranks is not None:
@@ -260,9 +267,17 @@ def alone(ranks: RankGroups | None, exchange: ExpertExchange | None) -> Iterator
         yield
 
 
+def with_fewest_seqs(config: WorkerConfig, groups: Sequence[RankGroup]) -> WorkerConfig:
+    """Returns settings with the number of sequences that all ranks of the groups have room for."""
+    for group in groups:
+        config = msgspec.structs.replace(config, max_num_seqs=group.least(config.max_num_seqs))
+    return config
+
+
 def with_least(plan: MemoryPlan, ranks: RankGroup, report: StartReport) -> MemoryPlan:
     """Returns a plan with the number of blocks that all ranks have room for."""
-    least = ranks.least(plan.num_blocks)
+    with report.waiting():
+        least = ranks.least(plan.num_blocks)
     if least < plan.num_blocks:
         report.note(f"KV blocks: {least}, because another rank has room for no more")
     return MemoryPlan(least, plan.notes)

@@ -6,6 +6,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
+import torch.cuda.nccl
+import triton
 
 from blockyard.kernels.lora.adapt_embeddings import adapt_embeddings
 from blockyard.kernels.lora.adapter_tiles import tile_rows
@@ -31,6 +33,7 @@ from blockyard.services.gpu_worker.host_link import HostLink, put
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.cpu_offload import Declare, share_of_layers
 from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
+from blockyard.services.gpu_worker.linear_tuning.kernel_configs import cache_path
 from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
 from blockyard.services.gpu_worker.loading.linear_spec import Split
 from blockyard.services.gpu_worker.loading.weights import HostShare
@@ -51,7 +54,8 @@ from blockyard.services.gpu_worker.models.interface import Model, ModelShape
 from blockyard.services.gpu_worker.parallel.peer_collectives import exchange_on_gpu
 from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankGroup, connect_gpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
-from blockyard.services.gpu_worker.parallel.sum_measurement import choose_sums
+from blockyard.services.gpu_worker.parallel.sums.sum_cache import SumCache
+from blockyard.services.gpu_worker.parallel.sums.sum_measurement import choose_sums
 from blockyard.services.gpu_worker.parallel.team import SendCommand
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.startup.cuda_link import CudaLink
@@ -155,10 +159,19 @@ class CudaBackend:
         if not config.custom_all_reduce or not widths or not config.stages_within_hosts:
             return
         if ranks.kernels is None:  # otherwise it loads again after deep sleep
-            report.phase("measuring sums of ranks")
+            report.phase("choosing sums of ranks")
             ranks.kernels = choose_sums(
-                ranks, self._folder, widths[0], model.table.dtype, report.note, in_order=config.batch_invariant
+                *(ranks, self._folder, widths[0], model.table.dtype, report.note),
+                in_order=config.batch_invariant,
+                cache=SumCache(self._sums_path(config)),
             )
+
+    def _sums_path(self, config: WorkerConfig) -> Path:
+        """The file of measured sums, beside that of linear layers."""
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        versions = f"torch{torch.__version__}", f"triton{triton.__version__}", f"nccl{nccl}"
+        folder = None if config.kernel_cache is None else Path(config.kernel_cache)
+        return cache_path(torch.cuda.get_device_name(self.device), versions, folder, what="sums")
 
     def make_places(self, model: Model, num_places: int, limits: AdapterLimits) -> AdapterPlaces:
         kernels = AdapterKernels(add_adapters, add_to_heads, adapt_embeddings, replace_logits, tile_rows)
