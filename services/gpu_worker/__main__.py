@@ -234,7 +234,7 @@ def start_compilers(config: WorkerConfig, gpu: Path = GPU) -> CompileProcesses |
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
     if config.worker_cls == "mock" or config.device == "cpu" or not gpu.exists() or not is_new(folder):
         return None
-    processes = CompileProcesses(num_processes(usable_cores()))
+    processes = CompileProcesses(num_processes(usable_cores(), config.replicas * len(config.host_ranks)))
     processes.start()
     return processes
 

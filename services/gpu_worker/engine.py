@@ -115,7 +115,8 @@ def start(
     report = StartReport(report_start, before_s)
     backend = pick_backend(config.device)
     config = of_host(config)
-    report.note(backend.set_up(config.threads or default_threads(config.replicas), processes))
+    threads = config.threads or default_threads(config.replicas)
+    report.note(backend.set_up(threads, processes, sharers=config.replicas))
     report.phase("reading the configuration")
     settings = read_settings(config, report)
     dtype = pick_dtype(config.dtype, settings.get("dtype") or settings.get("torch_dtype"), backend)
@@ -145,7 +146,8 @@ def follow(config: WorkerConfig, team: RankTeam, replicas: ReplicaPeers | None =
     """Loads the share of a rank that is not the leader. Raises ConfigError or LoadError."""
     backend, report = pick_backend(config.device), StartReport(lambda phase, done, notes: None)
     config = msgspec.structs.replace(of_host(config), prompts=None)  # the leader sends the vectors of each step
-    backend.set_up(config.threads or default_threads(config.replicas), None)
+    threads = config.threads or default_threads(config.replicas)
+    backend.set_up(threads, None, sharers=config.replicas, follows=True)
     settings = read_settings(config, report)
     dtype = pick_dtype(config.dtype, settings.get("dtype") or settings.get("torch_dtype"), backend)
     family = find_family(settings, config.model_impl)
@@ -202,7 +204,7 @@ def load(
     with naming_leader(team):
         share = check(build, settings, whole, config, backend, stage)
     ranks, config = connect_ranks(config, team, backend, report)
-    groups = [*([] if ranks is None else [ranks.everyone]), *([] if exchange is None else [exchange.group])]
+    groups = groups_of(ranks, exchange)
     table = make_table(config, dtype, backend, share, shard, ranks, exchange)
     if stage is not None:
         table.stage, table.whole = stage, whole.table
@@ -236,7 +238,7 @@ def load(
         eos_ids = eos_ids_of(folder, settings, model.shape.vocab_size)
         need = need_of(model, config, longest, kv_block_bytes)
         if generates:
-            with alone(ranks, exchange):
+            with alone(ranks, exchange, report):
                 backend.compile_kernels(model, need, kv_dtype, len(eos_ids), config, report)
         else:  # no step samples
             backend.end_compiling()
@@ -244,7 +246,7 @@ def load(
         report.phase("planning memory")
         host_plan = plan_host(need, free_host_bytes() // config.replicas, config.swap_space_gib)
         moving_bytes = backend.moving_bytes(host_plan, config.kv_transfer)
-        with alone(ranks, exchange), naming_leader(team):
+        with alone(ranks, exchange, report), naming_leader(team):
             plan = backend.plan_memory(model, need, kv_dtype, config, moving_bytes, generates=generates)
         report.note(*plan.notes, *host_plan.notes)
         for group in groups:
@@ -260,11 +262,19 @@ def load(
 
 
 @contextmanager
-def alone(ranks: RankGroups | None, exchange: ExpertExchange | None) -> Iterator[None]:
-    """Trial steps of each rank by itself."""
+def alone(ranks: RankGroups | None, exchange: ExpertExchange | None, report: StartReport) -> Iterator[None]:
+    """Trial steps of each rank by itself. Waits for the other ranks behind them, which compile kernels for all."""
     of_replicas = nullcontext() if exchange is None else exchange.group.alone()
     with of_replicas, nullcontext() if ranks is None else ranks.alone():
         yield
+    with report.waiting():
+        for group in groups_of(ranks, exchange):
+            group.least(0)
+
+
+def groups_of(ranks: RankGroups | None, exchange: ExpertExchange | None) -> list[RankGroup]:
+    """Returns the groups of a rank with all that it has to agree with."""
+    return [*([] if ranks is None else [ranks.everyone]), *([] if exchange is None else [exchange.group])]
 
 
 def with_fewest_seqs(config: WorkerConfig, groups: Sequence[RankGroup]) -> WorkerConfig:

@@ -19,6 +19,7 @@ from blockyard.services.gpu_worker.attention.choice import check_head_sizes
 from blockyard.services.gpu_worker.attention.packed_attention import PackedProduct
 from blockyard.services.gpu_worker.compilation import record_kernels
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
+from blockyard.services.gpu_worker.compilation.kernel_claims import KernelClaims
 from blockyard.services.gpu_worker.compilation.kernel_compiler import KernelCompiler
 from blockyard.services.gpu_worker.execution.cuda import chunk_graphs, cuda_steps
 from blockyard.services.gpu_worker.execution.cuda.device_ops import make_device_ops
@@ -96,16 +97,22 @@ class CudaBackend:
         self._tuner: Tuner | None = None  # has sizes to measure later
         self._tuning: IdleTuning | None = None
         self._folder = Path()  # of these ranks alone
+        self._claims: KernelClaims | None = None  # of these ranks; None: there is one
+        self._follows = False
 
-    def set_up(self, threads: int, processes: CompileProcesses | None) -> str:
+    def set_up(
+        self, threads: int, processes: CompileProcesses | None, *, sharers: int = 1, follows: bool = False
+    ) -> str:
         """threads: unused, the host computes little."""
         torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN takes 40 ms to plan each new sequence length
         note = f"device: {torch.cuda.get_device_name(self.device)}"
-        self._compiler = record_kernels.make_compiler(processes, usable_cores())
+        self._compiler = record_kernels.make_compiler(processes, usable_cores(), sharers)
+        self._follows = follows
         return note
 
     def connect_ranks(self, shard: Shard, stores: GroupStores, name: str) -> RankGroup:
         self._folder = stores.folder_of(name)
+        self._claims = KernelClaims(self._folder / "kernels")
         group = connect_gpus(shard, stores, name, self.device)
         return exchange_on_gpu(group) if group.shares_gpu and shard.size == 2 else group
 
@@ -189,11 +196,12 @@ class CudaBackend:
         config: WorkerConfig,
         report: StartReport,
     ) -> None:
-        """Compiles the kernels of steps in parallel. What the tuner measures is compiled in the background."""
-        compiler, tuner = self._compiler, self._tuner
+        """Compiles the kernels of steps in parallel, on this rank those that no other of its host has claimed. What
+        the tuner measures is compiled in the background."""
+        compiler, tuner = self._compiler, None if self._follows else self._tuner
         assert compiler is not None
         report.phase("compiling kernels")
-        record_kernels.compile_kernels(compiler, model, tuner, need, kv_dtype, num_eos, config)
+        record_kernels.compile_kernels(compiler, model, tuner, need, kv_dtype, num_eos, config, self._claims)
         report.note(compiler.describe())
         if tuner is not None:
             self._tuning = IdleTuning(tuner, compiler)
