@@ -204,7 +204,7 @@ def load(
     with naming_leader(team):
         share = check(build, settings, whole, config, backend, stage)
     ranks, config = connect_ranks(config, team, backend, report)
-    groups = groups_of(ranks, exchange)
+    groups = [*([] if ranks is None else [ranks.everyone]), *([] if exchange is None else [exchange.group])]
     table = make_table(config, dtype, backend, share, shard, ranks, exchange)
     if stage is not None:
         table.stage, table.whole = stage, whole.table
@@ -219,15 +219,14 @@ def load(
     # before inference mode, in which classes of transformers cannot be traced
     undivided = None if team is None or config.lora is None else declare(build, settings, dtype, config, WHOLE)
     progress = Throttle(lambda done: report.phase("loading weights", done))
-    slot = loading_slot(None if team is None else team.folder.parent, config.max_parallel_loading)
     with torch.inference_mode(), page_cache.read_ahead(config, 0 if team is None else team.place.rank):
-        with slot:  # ranks wait for each other behind it
+        with loading_slot(None if team is None else team.folder.parent, config.max_parallel_loading):
             loaded = checkpoint.load(
                 model.table, folder, config.load_format, config.ignore_patterns, config.seed, progress
             )
         report.note(str(loaded), *model.table.describe_unused())
         kv_block_bytes = block_bytes(model.shape, config.block_size, kv_dtype)
-        with report.waiting():
+        with report.waiting():  # outside of the slot, which others need to come here
             agree_on_numbers(model.experts(), table.ranks, None if exchange is None else exchange.group)
             config = with_fewest_seqs(backend.fit_num_seqs(config, kv_block_bytes), groups)
         longest = add_long_rotations(model, config.lora, max_model_len)
@@ -238,16 +237,19 @@ def load(
         eos_ids = eos_ids_of(folder, settings, model.shape.vocab_size)
         need = need_of(model, config, longest, kv_block_bytes)
         if generates:
-            with alone(ranks, exchange, report):
+            with alone(ranks, exchange):
                 backend.compile_kernels(model, need, kv_dtype, len(eos_ids), config, report)
         else:  # no step samples
             backend.end_compiling()
             config = msgspec.structs.replace(config, run_ahead_penalties=False)
+        wait_for_kernels(groups, report)
         report.phase("planning memory")
         host_plan = plan_host(need, free_host_bytes() // config.replicas, config.swap_space_gib)
-        moving_bytes = backend.moving_bytes(host_plan, config.kv_transfer)
-        with alone(ranks, exchange, report), naming_leader(team):
-            plan = backend.plan_memory(model, need, kv_dtype, config, moving_bytes, generates=generates)
+        with alone(ranks, exchange), naming_leader(team):
+            plan = backend.plan_memory(
+                *(model, need, kv_dtype, config, backend.moving_bytes(host_plan, config.kv_transfer)),
+                generates=generates,
+            )
         report.note(*plan.notes, *host_plan.notes)
         for group in groups:
             plan, host_plan = (with_least(one, group, report) for one in (plan, host_plan))
@@ -262,19 +264,18 @@ def load(
 
 
 @contextmanager
-def alone(ranks: RankGroups | None, exchange: ExpertExchange | None, report: StartReport) -> Iterator[None]:
-    """Trial steps of each rank by itself. Waits for the other ranks behind them, which compile kernels for all."""
+def alone(ranks: RankGroups | None, exchange: ExpertExchange | None) -> Iterator[None]:
+    """Trial steps of each rank by itself."""
     of_replicas = nullcontext() if exchange is None else exchange.group.alone()
     with of_replicas, nullcontext() if ranks is None else ranks.alone():
         yield
+
+
+def wait_for_kernels(groups: Sequence[RankGroup], report: StartReport) -> None:
+    """Waits until other ranks have compiled theirs, which this one may launch, too."""
     with report.waiting():
-        for group in groups_of(ranks, exchange):
+        for group in groups:
             group.least(0)
-
-
-def groups_of(ranks: RankGroups | None, exchange: ExpertExchange | None) -> list[RankGroup]:
-    """Returns the groups of a rank with all that it has to agree with."""
-    return [*([] if ranks is None else [ranks.everyone]), *([] if exchange is None else [exchange.group])]
 
 
 def with_fewest_seqs(config: WorkerConfig, groups: Sequence[RankGroup]) -> WorkerConfig:
