@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 CALLS, REPLAYS = 10, 5  # of a measurement: calls in a CUDA graph
 EPS = 1e-5
 NOT_MEASURED = SumTable(SIZES, *[(SumWay.TRANSPORT,) * len(SIZES)] * 2)
-
 KNOWN = ", as measured before"
 
 Call = Callable[[], object]
@@ -135,15 +134,19 @@ def choose_sums(
         else:
             shares = SumWay.SYMMETRIC_MEMORY in known.alone
             sums, before = PeerSums(memory, _share_memory(group, folder) if shares else None, known), KNOWN
-            _load_kernels(sums, width, dtype, memory.device)
+            _load_kernels(group, sums, width, dtype)
     note(f"{sums.describe()}{before}")
     return sums
 
 
-def _load_kernels(sums: PeerSums, width: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Collective. Runs each kernel of a table, as a measurement does: none is loaded while a graph is captured."""
+def _load_kernels(group: RankGroup, sums: PeerSums, width: int, dtype: torch.dtype) -> None:
+    """Collective. Runs each kernel of a table, as a measurement does: none is loaded while a graph is captured.
+
+    Nor does the transport connect ranks there, which it does at its first sum of a size.
+    """
     for num_bytes in SIZES:
-        part = _rows(num_bytes, width, dtype, device)
+        part = _rows(num_bytes, width, dtype, group.device)
+        group.sum(part)
         sums.sum(part)
         sums.sum_add_rms_norm(part, torch.zeros_like(part), torch.ones_like(part[0]), EPS)
 
