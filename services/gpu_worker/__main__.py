@@ -25,6 +25,7 @@ from blockyard.services.gpu_worker.ranks.replica_meeting import meet
 from blockyard.services.gpu_worker.ranks.replica_team import ReplicaTeam
 from blockyard.services.gpu_worker.ranks.several_hosts import RankHost, wait_for_hosts
 from blockyard.services.gpu_worker.service import Worker
+from blockyard.services.gpu_worker.startup.start_report import process_age_s
 from blockyard.shared.bus.links import Links
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import BlockyardError, ConfigError, DeviceError, RankLostError
@@ -220,7 +221,12 @@ def load_engine(
         # imports torch, which takes seconds and which a mock worker does not need
         from blockyard.services.gpu_worker import engine  # noqa: PLC0415
 
-    start = partial(engine.start, team=team, make_reader=engine.readers(reader), replicas=replicas)
+    make_reader, before_s = engine.readers(reader), [process_age_s()]
+
+    def start(config: WorkerConfig, report: Report, processes: CompileProcesses | None) -> OffloadableRunner:
+        first_s = before_s.pop() if before_s else 0.0  # later starts are after deep sleep
+        return engine.start(config, report, processes, team, make_reader, replicas, first_s)
+
     return start, engine.held_bytes
 
 
@@ -229,7 +235,7 @@ def start_compilers(config: WorkerConfig, gpu: Path = GPU) -> CompileProcesses |
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
     if config.worker_cls == "mock" or config.device == "cpu" or not gpu.exists() or not is_new(folder):
         return None
-    processes = CompileProcesses(num_processes(usable_cores()))
+    processes = CompileProcesses(num_processes(usable_cores(), config.replicas * len(config.host_ranks)))
     processes.start()
     return processes
 

@@ -1,6 +1,6 @@
 """Builds a ready runner from the settings: device, weights, memory. Imports torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,16 +105,19 @@ def start(
     team: RankTeam | None = None,
     make_reader: MakeReader | None = None,
     replicas: StepAgreement | None = None,
+    before_s: float = 0.0,
 ) -> Runner | EncoderRunner:
     """Loads the model and returns its runner. Raises ConfigError or LoadError with a message of one line.
 
     processes: compile processes that are already started, if any. team: of this leader; None: there is one rank.
     make_reader: of adapters; None: one that starts a process. replicas: that have the experts together with this one;
-    None: this one has all.
+    None: this one has all. before_s: that this process took until now, for the report.
     """
-    backend, report = pick_backend(config.device), StartReport(report_start)
+    report = StartReport(report_start, before_s)
+    backend = pick_backend(config.device)
     config = of_host(config)
-    report.note(backend.set_up(config.threads or default_threads(config.replicas), processes))
+    threads = config.threads or default_threads(config.replicas)
+    report.note(backend.set_up(threads, processes, sharers=config.replicas))
     report.phase("reading the configuration")
     settings = read_settings(config, report)
     dtype = pick_dtype(config.dtype, settings.get("dtype") or settings.get("torch_dtype"), backend)
@@ -134,11 +137,18 @@ def start(
     return make_runner(loaded, settings, backend, report, team, replicas, generates=generates)
 
 
+def open_device(config: WorkerConfig) -> None:
+    """Imports what the device of a follower needs and opens it, while the leader checks its settings. Raises
+    ConfigError."""
+    pick_backend(config.device).free_bytes(config)
+
+
 def follow(config: WorkerConfig, team: RankTeam, replicas: ReplicaPeers | None = None) -> Follower | EncoderFollower:
     """Loads the share of a rank that is not the leader. Raises ConfigError or LoadError."""
     backend, report = pick_backend(config.device), StartReport(lambda phase, done, notes: None)
     config = msgspec.structs.replace(of_host(config), prompts=None)  # the leader sends the vectors of each step
-    backend.set_up(config.threads or default_threads(config.replicas), None)
+    threads = config.threads or default_threads(config.replicas)
+    backend.set_up(threads, None, sharers=config.replicas, follows=True)
     settings = read_settings(config, report)
     dtype = pick_dtype(config.dtype, settings.get("dtype") or settings.get("torch_dtype"), backend)
     family = find_family(settings, config.model_impl)
@@ -210,18 +220,16 @@ def load(
     # before inference mode, in which classes of transformers cannot be traced
     undivided = None if team is None or config.lora is None else declare(build, settings, dtype, config, WHOLE)
     progress = Throttle(lambda done: report.phase("loading weights", done))
-    slot = loading_slot(None if team is None else team.folder.parent, config.max_parallel_loading)
     with torch.inference_mode(), page_cache.read_ahead(config, 0 if team is None else team.place.rank):
-        with slot:  # ranks wait for each other behind it
+        with loading_slot(None if team is None else team.folder.parent, config.max_parallel_loading):
             loaded = checkpoint.load(
                 model.table, folder, config.load_format, config.ignore_patterns, config.seed, progress
             )
         report.note(str(loaded), *model.table.describe_unused())
-        agree_on_numbers(model.experts(), table.ranks, None if exchange is None else exchange.group)
         kv_block_bytes = block_bytes(model.shape, config.block_size, kv_dtype)
-        config = backend.fit_num_seqs(config, kv_block_bytes)
-        for group in groups:
-            config = msgspec.structs.replace(config, max_num_seqs=group.least(config.max_num_seqs))
+        with report.waiting():  # outside of the slot, which others need to come here
+            agree_on_numbers(model.experts(), table.ranks, None if exchange is None else exchange.group)
+            config = with_fewest_seqs(backend.fit_num_seqs(config, kv_block_bytes), groups)
         longest = add_long_rotations(model, config.lora, max_model_len)
         prepare(model, config, longest, backend, report)
         if table.ranks is not None:
@@ -235,11 +243,14 @@ def load(
         else:  # no step samples
             backend.end_compiling()
             config = msgspec.structs.replace(config, run_ahead_penalties=False)
+        wait_for_kernels(groups, report)
         report.phase("planning memory")
         host_plan = plan_host(need, free_host_bytes() // config.replicas, config.swap_space_gib)
-        moving_bytes = backend.moving_bytes(host_plan, config.kv_transfer)
         with alone(ranks, exchange), naming_leader(team):
-            plan = backend.plan_memory(model, need, kv_dtype, config, moving_bytes, generates=generates)
+            plan = backend.plan_memory(
+                *(model, need, kv_dtype, config, backend.moving_bytes(host_plan, config.kv_transfer)),
+                generates=generates,
+            )
         report.note(*plan.notes, *host_plan.notes)
         for group in groups:
             plan, host_plan = (with_least(one, group, report) for one in (plan, host_plan))
@@ -261,9 +272,24 @@ def alone(ranks: RankGroups | None, exchange: ExpertExchange | None) -> Iterator
         yield
 
 
+def wait_for_kernels(groups: Sequence[RankGroup], report: StartReport) -> None:
+    """Waits until other ranks have compiled theirs, which this one may launch, too."""
+    with report.waiting():
+        for group in groups:
+            group.least(0)
+
+
+def with_fewest_seqs(config: WorkerConfig, groups: Sequence[RankGroup]) -> WorkerConfig:
+    """Returns settings with the number of sequences that all ranks of the groups have room for."""
+    for group in groups:
+        config = msgspec.structs.replace(config, max_num_seqs=group.least(config.max_num_seqs))
+    return config
+
+
 def with_least(plan: MemoryPlan, ranks: RankGroup, report: StartReport) -> MemoryPlan:
     """Returns a plan with the number of blocks that all ranks have room for."""
-    least = ranks.least(plan.num_blocks)
+    with report.waiting():
+        least = ranks.least(plan.num_blocks)
     if least < plan.num_blocks:
         report.note(f"KV blocks: {least}, because another rank has room for no more")
     return MemoryPlan(least, plan.notes)

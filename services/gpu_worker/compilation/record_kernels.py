@@ -24,6 +24,7 @@ from blockyard.kernels.lora.adapter_table import AdapterTiles
 from blockyard.kernels.lora.adapter_tiles import FEW_ROWS, LARGE_TILE, MANY_ROWS, rows_of_tile
 from blockyard.kernels.moe.map_experts import FEW_PAIRS
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses, num_processes
+from blockyard.services.gpu_worker.compilation.kernel_claims import KernelClaims
 from blockyard.services.gpu_worker.compilation.kernel_compiler import KernelCompiler
 from blockyard.services.gpu_worker.execution.cuda import prefill_kernels
 from blockyard.services.gpu_worker.execution.cuda.decode_graphs import (
@@ -48,9 +49,9 @@ from blockyard.shared.config.services.worker import WorkerConfig
 log = logging.getLogger(__name__)
 
 
-def make_compiler(processes: CompileProcesses | None, cores: int) -> KernelCompiler:
-    """processes: started before, None: new ones."""
-    return KernelCompiler(processes or CompileProcesses(num_processes(cores)))
+def make_compiler(processes: CompileProcesses | None, cores: int, sharers: int) -> KernelCompiler:
+    """processes: started before, None: new ones. sharers: see `num_processes`."""
+    return KernelCompiler(processes or CompileProcesses(num_processes(cores, sharers)))
 
 
 def compile_kernels(
@@ -61,12 +62,16 @@ def compile_kernels(
     kv_dtype: torch.dtype,
     num_eos: int,
     config: WorkerConfig,
+    claims: KernelClaims | None = None,
 ) -> None:
-    """Returns when the kernels of steps are compiled. Candidates of the tuner are compiled in the background."""
+    """Returns when the kernels of steps are compiled. Candidates of the tuner are compiled in the background.
+
+    claims: of ranks of this host, which divide the kernels of steps; None: this one compiles them alone.
+    """
     key = _key(model, need, kv_dtype, num_eos, config)
     log.debug("kernels of steps: %s", key)
     if not compiler.has_compiled(key):
-        with torch.inference_mode(), compiler.recording():
+        with torch.inference_mode(), compiler.recording(claims):
             _launch_steps(model, need, kv_dtype, num_eos, config)
         compiler.wait()
         compiler.mark_compiled(key)

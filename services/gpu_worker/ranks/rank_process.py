@@ -181,6 +181,7 @@ def begin(config: WorkerConfig, rank: int, parent_pid: int) -> None:
 def follow(commands: FrameEnd[Command], team: FollowerTeam, watch: RankWatch) -> None:
     """Does what comes until the leader closes its end, or tells others why it fails."""
     try:
+        engine.open_device(team.config)
         do_commands(commands, team, watch)
     except RankLostError as e:  # the leader knows better why
         time.sleep(HEARD_S)

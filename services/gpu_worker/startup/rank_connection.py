@@ -23,6 +23,7 @@ def connect_ranks(
     """Waits for the other ranks. Returns their groups, None if there is one rank, and the settings that fit them."""
     if team is None:
         return None, config
+    report.phase("connecting ranks")
     ranks = team.connect(partial(connect_groups, backend.connect_ranks, runs_ahead=backend.link.copies))
     return ranks, _fitting(config, ranks.everyone, report)
 

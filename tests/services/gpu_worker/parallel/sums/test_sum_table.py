@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard.services.gpu_worker.parallel.sum_table import SumTable, SumWay, decode_table, quickest, same_way
+from blockyard.services.gpu_worker.parallel.sums.sum_table import SumTable, SumWay, decode_table, quickest, same_way
 
 WAYS = st.sampled_from(SumWay)
 TABLE = SumTable(

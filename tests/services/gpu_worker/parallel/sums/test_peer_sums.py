@@ -16,14 +16,15 @@ from blockyard.services.gpu_worker.host_link import SameMemory
 from blockyard.services.gpu_worker.layers.fused_ops import SummedOps, TorchOps
 from blockyard.services.gpu_worker.layers.linear import dense_linear
 from blockyard.services.gpu_worker.layers.norm import NoNorm
-from blockyard.services.gpu_worker.parallel import sum_measurement
 from blockyard.services.gpu_worker.parallel.peer_memory import PeerMemory
-from blockyard.services.gpu_worker.parallel.peer_sums import PeerSums
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.parallel.stages import place_of
-from blockyard.services.gpu_worker.parallel.sum_measurement import SumMeasurement, choose_sums
-from blockyard.services.gpu_worker.parallel.sum_table import SIZES, SumTable, SumWay, same_way
+from blockyard.services.gpu_worker.parallel.sums import sum_measurement
+from blockyard.services.gpu_worker.parallel.sums.peer_sums import PeerSums
+from blockyard.services.gpu_worker.parallel.sums.sum_cache import SumCache
+from blockyard.services.gpu_worker.parallel.sums.sum_measurement import SumMeasurement, choose_sums
+from blockyard.services.gpu_worker.parallel.sums.sum_table import SIZES, SumTable, SumWay, same_way
 from blockyard.services.gpu_worker.parallel.team import RankGroups
 from blockyard.services.gpu_worker.ranks.leader_team import ENVIRONMENT
 from blockyard.shared.errors import RankLostError
@@ -140,6 +141,59 @@ def test_all_ranks_have_the_table_that_the_leader_has_measured(
     in_order = SumMeasurement(of_three, memory, None, 64, torch.float16).in_order()
     for rows in (1, 60):
         assert in_order.way(torch.zeros(rows, 64), has_norm=True) is SumWay.ONE_STEP
+
+
+def test_a_second_start_installs_the_leaders_table_without_a_measurement(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told, path, measured = list[torch.Tensor](), tmp_path / "folder" / "sums.json", list[int]()
+
+    def seconds(group: RankGroup, call: Callable[[], object], device: torch.device) -> float:
+        measured.append(group.rank)
+        return 1.0 if isinstance(getattr(getattr(call, "func", None), "__self__", None), PeerSums) else 2.0
+
+    def start(rank: int, file: Path = path, width: int = 64) -> str:
+        def copy_from_leader(words: torch.Tensor) -> None:
+            if rank == 0:
+                told.append(words.clone())
+            else:
+                words.copy_(told.pop(0))
+
+        group, lines = RankGroup(Shard(rank, 2), GROUP, torch.device("cpu")), list[str]()
+        monkeypatch.setattr(group, "copy_from_leader", copy_from_leader)
+        monkeypatch.setattr(group, "least", lambda value: 0)
+        measured.clear()
+        found = choose_sums(
+            *(group, tmp_path, width, torch.float16, lines.append), in_order=False, cache=SumCache(file)
+        )
+        assert found is not None and lines == [found.describe() + ", as measured before" * (not measured)]
+        return found.describe()
+
+    def no_symmetric(*_: object) -> None:
+        raise RuntimeError("no symmetric memory")
+
+    monkeypatch.setattr(sum_measurement, "PeerMemory", lambda *_: OwnMemory(num_ranks=2))
+    monkeypatch.setattr(sum_measurement, "SymmetricSums", no_symmetric)
+    monkeypatch.setattr(sum_measurement, "_time", seconds)
+    monkeypatch.setattr(sum_measurement, "_load_kernels", lambda *_: None)  # they need the other rank
+    first = start(0)
+    assert set(measured) == {0} and first == start(1, tmp_path / "nothing here")
+    assert set(measured) == {1} and not (tmp_path / "nothing here").exists(), "the leader alone keeps what it measured"
+    assert (start(0), measured) == (first, [])
+    assert (start(1, tmp_path / "nothing here"), measured, told) == (first, [], [])
+    start(0, width=128)
+    assert measured, "rows of another width"
+    told.clear()
+    assert (start(0), measured) == (first, []), "tables of other widths are kept"
+    for broken in (
+        "{",
+        path.read_text().replace('"alone": [', '"alone": [9,'),
+        path.read_text().replace("16384", "16385"),
+    ):
+        path.write_text(broken)
+        caplog.clear()
+        assert start(0) == first and measured
+        assert ("measured anew" in caplog.text) == ("16385" not in broken)
 
 
 @pytest.mark.parametrize("refused", ["", "peer access is not supported"])

@@ -1,4 +1,4 @@
-"""Measures the ways to sum over ranks, at the start of a worker. Imports Triton."""
+"""Measures the ways to sum over ranks, at the first start of a worker on a machine. Imports Triton."""
 
 import logging
 import statistics
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from blockyard.kernels.layers.add_rms_norm import add_rms_norm
 from blockyard.services.gpu_worker.parallel.peer_memory import PeerMemory
-from blockyard.services.gpu_worker.parallel.peer_sums import HALF_BYTES, PeerSums, SymmetricSums
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
-from blockyard.services.gpu_worker.parallel.sum_table import (
+from blockyard.services.gpu_worker.parallel.sums.peer_sums import HALF_BYTES, PeerSums, SymmetricSums
+from blockyard.services.gpu_worker.parallel.sums.sum_cache import SumCache, SumKey
+from blockyard.services.gpu_worker.parallel.sums.sum_table import (
     SIZES,
     SumTable,
     SumWay,
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 
 CALLS, REPLAYS = 10, 5  # of a measurement: calls in a CUDA graph
 EPS = 1e-5
+NOT_MEASURED = SumTable(SIZES, *[(SumWay.TRANSPORT,) * len(SIZES)] * 2)
+KNOWN = ", as measured before"
 
 Call = Callable[[], object]
 Calls = dict[SumWay, Call]
@@ -59,27 +62,20 @@ class SumMeasurement:
 
     def quickest(self) -> PeerSums:
         """Returns sums by the table that the leader measures."""
-        transport = (SumWay.TRANSPORT,) * len(SIZES)
-        table = self._leaders(SumTable(SIZES, quickest(self._times(self._calls_alone)), transport))
+        table = _leaders(self._group, replace(NOT_MEASURED, alone=quickest(self._times(self._calls_alone))))
         alone = self._sums(table)  # what several kernels sum by, before the norm
         times = self._times(partial(self._calls_with_norm, alone))
-        return self._sums(self._leaders(replace(table, with_norm=quickest(times))))
+        return self._sums(_leaders(self._group, replace(table, with_norm=quickest(times))))
 
     def _sums(self, table: SumTable) -> PeerSums:
         keeps = SumWay.SYMMETRIC_MEMORY in table.alone  # otherwise its memory is free after the measurement
         return PeerSums(self._memory, self._symmetric if keeps else None, table)
 
-    def _leaders(self, table: SumTable) -> SumTable:
-        words = torch.tensor(table.encode(), device=self._group.device)
-        self._group.copy_from_leader(words)
-        return decode_table(words.tolist())
-
     def _times(self, calls_of: Callable[[Tensor], Calls]) -> dict[int, dict[SumWay, float]]:
         """Returns the seconds of this rank by size and way."""
         times = {}
         for num_bytes in SIZES:
-            rows = max(num_bytes // (self._width * self._dtype.itemsize), 1)
-            calls = calls_of(torch.zeros(rows, self._width, dtype=self._dtype, device=self._memory.device))
+            calls = calls_of(_rows(num_bytes, self._width, self._dtype, self._memory.device))
             times[num_bytes] = {way: _time(self._group, call, self._memory.device) for way, call in calls.items()}
         return times
 
@@ -104,12 +100,21 @@ class SumMeasurement:
 
 
 def choose_sums(
-    group: RankGroup, folder: Path, width: int, dtype: torch.dtype, note: Callable[[str], None], *, in_order: bool
+    group: RankGroup,
+    folder: Path,
+    width: int,
+    dtype: torch.dtype,
+    note: Callable[[str], None],
+    *,
+    in_order: bool,
+    cache: SumCache | None = None,
 ) -> PeerSums | None:
     """Collective. Returns what sums rows of this width beside NCCL; None: a GPU does not reach the memory of another.
 
-    folder: of the group alone. note: gets a line.
+    folder: of the group alone. note: gets a line. cache: has tables that were measured before, of which the leader's
+    counts; None: it is measured now.
     """
+    before = ""
     try:
         memory = PeerMemory(group, group.device, HALF_BYTES)
     except OSError as e:
@@ -117,11 +122,52 @@ def choose_sums(
         return None
     if group.shares_gpu:  # nothing there is worth a measurement
         sums = PeerSums(memory, None, same_way(SumWay.ONE_STEP, memory.buffers.one_step_bytes()))
+    elif in_order and group.size > 2:  # there is one way
+        sums = SumMeasurement(group, memory, None, width, dtype).in_order()
     else:
-        measurement = SumMeasurement(group, memory, _share_memory(group, folder), width, dtype)
-        sums = measurement.in_order() if in_order else measurement.quickest()
-    note(sums.describe())
+        key = SumKey(group.size, width, str(dtype).removeprefix("torch."))
+        known = None if cache is None else _known(group, cache, key)
+        if known is None:
+            sums = SumMeasurement(group, memory, _share_memory(group, folder), width, dtype).quickest()
+            if cache is not None and group.is_leader:
+                cache.keep(key, sums.table)
+        else:
+            shares = SumWay.SYMMETRIC_MEMORY in known.alone
+            sums, before = PeerSums(memory, _share_memory(group, folder) if shares else None, known), KNOWN
+            _load_kernels(group, sums, width, dtype)
+    note(f"{sums.describe()}{before}")
     return sums
+
+
+def _load_kernels(group: RankGroup, sums: PeerSums, width: int, dtype: torch.dtype) -> None:
+    """Collective. Runs each kernel of a table, as a measurement does: none is loaded while a graph is captured.
+
+    Nor does the transport connect ranks there, which it does at its first sum of a size.
+    """
+    for num_bytes in SIZES:
+        part = _rows(num_bytes, width, dtype, group.device)
+        group.sum(part)
+        sums.sum(part)
+        sums.sum_add_rms_norm(part, torch.zeros_like(part), torch.ones_like(part[0]), EPS)
+
+
+def _rows(num_bytes: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(max(num_bytes // (width * dtype.itemsize), 1), width, dtype=dtype, device=device)
+
+
+def _known(group: RankGroup, cache: SumCache, key: SumKey) -> SumTable | None:
+    """Collective. Returns the table that the leader has measured at an earlier start."""
+    found = cache.find(key) if group.is_leader else None
+    is_known = torch.tensor([found is not None], dtype=torch.int64, device=group.device)
+    group.copy_from_leader(is_known)
+    return _leaders(group, found or NOT_MEASURED) if is_known.item() else None
+
+
+def _leaders(group: RankGroup, table: SumTable) -> SumTable:
+    """Collective. Returns the leader's table."""
+    words = torch.tensor(table.encode(), device=group.device)
+    group.copy_from_leader(words)
+    return decode_table(words.tolist())
 
 
 def _share_memory(group: RankGroup, folder: Path) -> SymmetricSums | None:

@@ -13,7 +13,7 @@ from blockyard.kernels.all_reduce.sum_ranks import DTYPES, fits, sum_add_rms_nor
 from blockyard.kernels.int_math import ceil_div
 from blockyard.services.gpu_worker.parallel.peer_memory import PeerMemory
 from blockyard.services.gpu_worker.parallel.shares import Shard
-from blockyard.services.gpu_worker.parallel.sum_table import SumTable, SumWay
+from blockyard.services.gpu_worker.parallel.sums.sum_table import SumTable, SumWay
 
 HALF_BYTES = 32 << 20  # of a buffer: two ranks sum 16 MiB at a time, four ranks 8 MiB in one step
 SYMMETRIC_BYTES = 16  # a part has a multiple
@@ -55,11 +55,11 @@ class PeerSums:
 
     def __init__(self, memory: PeerMemory, symmetric: SymmetricSums | None, table: SumTable) -> None:
         """symmetric: None if torch cannot share memory. table: the same on all ranks."""
-        self._memory, self._symmetric, self._table = memory, symmetric, table
+        self._memory, self._symmetric, self.table = memory, symmetric, table
 
     def way(self, part: Tensor, *, has_norm: bool) -> SumWay:
         """The table's way for a part, or the transport if that way does not take it."""
-        way = self._table.way(part.numel() * part.itemsize, has_norm=has_norm)
+        way = self.table.way(part.numel() * part.itemsize, has_norm=has_norm)
         if way is SumWay.SYMMETRIC_MEMORY:
             takes = not has_norm and self._symmetric is not None and self._symmetric.takes(part)
         else:
@@ -89,7 +89,7 @@ class PeerSums:
         return sum_add_rms_norm(part.contiguous(), residual, weight, eps, buffers, total, two_steps)
 
     def describe(self) -> str:
-        return self._table.describe()
+        return self.table.describe()
 
     def check(self) -> None:
         self._memory.check()
