@@ -221,8 +221,6 @@ def expert_fields(values: Values) -> dict[str, Any]:
         return {}
     if not values["enable-expert-parallel"]:
         raise ConfigError(f"{where}: needs --enable-expert-parallel: otherwise each rank has a share of every expert")
-    if values.get("data-parallel-size", int) > 1:
-        raise ConfigError(f"{where}: not built yet with --data-parallel-size above 1")
     if values["batch-invariant"]:
         raise ConfigError(f"{where}: not with --batch-invariant: a sum's rounding depends on which rank has an expert")
     return {

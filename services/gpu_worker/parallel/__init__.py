@@ -10,8 +10,8 @@
   these kernels, or by torch's (`SymmetricSums`), where `sum_table` says that they are quicker than NCCL: the leader
   measures it at the start (`SumMeasurement`).
 - `StageLink`: carries the rows of a step from a stage to the next.
-- `ExpertExchange`: the layers of a rank whose experts are spread over replicas, and the group in which they exchange
-  rows. `replicas`: how replicas agree on each step.
+- `ExpertExchange`: the layers of a rank whose experts are spread over replicas, and the groups in which they exchange
+  rows and experts. `replicas`: how replicas agree on each step.
 - `loading_slots`: bounds the ranks of a host that load at a time.
 
 How a layer gets a rank's share: the docstring of `layers`. Each rank computes a share of every layer of its stage.

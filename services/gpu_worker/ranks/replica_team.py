@@ -44,6 +44,9 @@ class ReplicaTeam:
     def connect(self, connect: Connect) -> "RankGroup":
         return self._ranks.connect(connect)
 
+    def connect_stage(self, connect: Connect, shard: Shard, stage: int) -> "RankGroup":
+        return self._ranks.connect_stage(connect, shard, stage)
+
     @property
     def sources(self) -> list[int]:
         """What is readable when another replica has offered a step, or is gone."""

@@ -1,12 +1,14 @@
 """Replicas that have the experts of a mixture together: the tokens of one worker, also after a rank of one is killed.
 
-A replica without requests serves those of the other, and none computes while there are no requests.
+A replica without requests serves those of the other, and none computes while there are no requests. Experts that move
+between ranks of both change no token.
 """
 
 import asyncio
 import os
 import signal
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,7 @@ from worker.every_architecture import PROMPTS, TOKENIZER
 
 FLAGS = ("--tokenizer", str(TOKENIZER), "--device", "cpu", "--dtype", "float32", "--detokenizers", "1")
 FLAGS += ("--tokenizers", "1", "-dp", "2", "--enable-expert-parallel")
+BALANCED = ("--enable-eplb", "--eplb-config", '{"step_interval": 20, "window_size": 20}')
 NUM_TOKENS = 60
 END_S = 30.0
 IDLE_S, IDLE_TICKS = 2.0, 10  # of CPU time, 10 ms each: heartbeats and signs of life
@@ -68,6 +71,12 @@ def cpu_ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
+def num_moved(server: Server) -> float:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=20) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("blockyard:experts_moved_total{"))
+
+
 def all_end(pids: list[int]) -> None:
     deadline = time.monotonic() + END_S
     while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
@@ -75,7 +84,7 @@ def all_end(pids: list[int]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(("flags", "victim"), [((), "gpu_worker 0"), (("-tp", "2"), "gpu_worker 1 rank 1")])
+@pytest.mark.parametrize(("flags", "victim"), [((), "gpu_worker 0"), (("-tp", "2", *BALANCED), "gpu_worker 1 rank 1")])
 def test_tokens_are_those_of_one_worker(flags: tuple[str, ...], victim: str, tmp_path: Path) -> None:
     model, log = BY_NAME["qwen3-moe"].save(tmp_path / "model"), tmp_path / "log"
     with serve(str(tmp_path / "model"), *FLAGS, *flags, log=log) as server:
@@ -94,6 +103,8 @@ def test_tokens_are_those_of_one_worker(flags: tuple[str, ...], victim: str, tmp
             check(resumed.result(), model)
         assert ranks.keys() == workers(server).keys() and not set(ranks.values()) & set(workers(server).values())
         check(asyncio.run(answers(server, 2)), model)
+        if "--enable-eplb" in flags:
+            assert num_moved(server) > 0
         last = list(workers(server).values())
     all_end(last)
     text = log.read_text("utf-8", "replace")

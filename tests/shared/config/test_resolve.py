@@ -186,7 +186,6 @@ def test_experts_move_by_their_loads() -> None:
     ("flags", "said"),
     [
         (["--enable-eplb"], "--enable-eplb: needs --enable-expert-parallel"),
-        (["--enable-expert-parallel", "--enable-eplb", "-dp", "2"], "not built yet with --data-parallel-size above 1"),
         (["--eplb-config", '{"step_interval": 5}'], "--eplb-config: needs --enable-eplb"),
         (["--enable-expert-parallel", "--enable-eplb", "--batch-invariant"], "--enable-eplb: not with --batch-inv"),
         (
