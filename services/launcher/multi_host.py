@@ -16,6 +16,7 @@ from blockyard.shared.bus import curve, ring_query
 from blockyard.shared.config import adapters, kv_transfer, output_parsers, resolve, worker_roles
 from blockyard.shared.config.checkpoint import Checkpoint
 from blockyard.shared.config.flags import FLAGS
+from blockyard.shared.config.flags.roles import ROLE_NAMES
 from blockyard.shared.config.parsed_flags import ParsedFlag, Values
 from blockyard.shared.config.resolve import ServiceStruct
 from blockyard.shared.config.server import http_server
@@ -46,7 +47,7 @@ def run(args: Sequence[str]) -> int:
     if values.get("data-parallel-size", int) > 1:
         where = values.where("data-parallel-size")
         raise ConfigError(f"{where}: `run` starts one process; start more gpu-workers, they share one scheduler")
-    for name in ("prefill-workers", "decode-workers"):
+    for name in (f"{role}{rest}" for role in ROLE_NAMES for rest in ("-workers", ".data-parallel-size")):
         if values.is_given(name):
             raise ConfigError(f"{values.where(name)}: `run` starts one process; give gpu-workers a --role")
     config = service_config(service, values)

@@ -8,7 +8,7 @@ groups, one without rows of its own only serves those of others. Nobody computes
 """
 
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from blockyard.services.gpu_worker.parallel.meeting import Meeting
@@ -53,9 +53,9 @@ class StepAgreement(ReplicaPeers, Protocol):
 class ReplicaRanks:
     """Implements `ReplicaPeers`."""
 
-    def __init__(self, folder: Path, replica: Shard, rank: int) -> None:
-        """folder: where all of them meet. replica: this one. rank: in its replica."""
-        self._folder, self._replica, self._rank = folder, replica, rank
+    def __init__(self, meeting: Meeting, replica: Shard, rank: int) -> None:
+        """meeting: of all of them. replica: this one. rank: in its replica."""
+        self._meeting, self._replica, self._rank = meeting, replica, rank
         self._groups: dict[str, RankGroup] = {}
 
     def connect(self, connect: Connect) -> "RankGroup":
@@ -66,7 +66,8 @@ class ReplicaRanks:
 
     def _connect(self, connect: Connect, shard: Shard, name: str) -> "RankGroup":
         if name not in self._groups:
-            self._groups[name] = connect(shard, Meeting(self._folder), name)
+            self._groups[name] = connect(shard, self._meeting, name)
+            self._meeting = replace(self._meeting, listener=None)  # the first group's store serves the others, too
         return self._groups[name]
 
 

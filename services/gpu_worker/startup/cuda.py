@@ -79,7 +79,6 @@ class CudaBackend:
         self._compiler: KernelCompiler | None = None  # from `set_up` on
         self._tuner: Tuner | None = None  # has sizes to measure later
         self._tuning: IdleTuning | None = None
-        self._folder = Path()  # of these ranks alone
 
     def set_up(self, threads: int, processes: CompileProcesses | None) -> str:
         """threads: unused, the host computes little."""
@@ -89,9 +88,10 @@ class CudaBackend:
         return note
 
     def connect_ranks(self, shard: Shard, stores: GroupStores, name: str) -> RankGroup:
-        self._folder = stores.folder_of(name)
         group = connect_gpus(shard, stores, name, self.device)
-        return exchange_on_gpu(group) if group.shares_gpu and shard.size == 2 else group
+        group = exchange_on_gpu(group) if group.shares_gpu and shard.size == 2 else group
+        group.folder = stores.folder_of(name)
+        return group
 
     def check_shape(self, shape: ModelShape) -> None:
         check_head_sizes("cuda", shape.attention)
@@ -145,7 +145,7 @@ class CudaBackend:
         if ranks.kernels is None:  # otherwise it loads again after deep sleep
             report.phase("measuring sums of ranks")
             ranks.kernels = choose_sums(
-                ranks, self._folder, widths[0], model.table.dtype, report.note, in_order=config.batch_invariant
+                ranks, ranks.folder, widths[0], model.table.dtype, report.note, in_order=config.batch_invariant
             )
 
     def make_places(self, model: Model, num_places: int, limits: AdapterLimits) -> AdapterPlaces:

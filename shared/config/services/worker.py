@@ -141,6 +141,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     expert_parallel: bool = False  # a rank has some experts whole, and not a share of each
     expert_replicas: int = 1  # workers that have the experts of the model together, and all else each
     replica: int = 0  # number of this worker among them
+    replica_group: int = 0  # number of the first of them among the workers of this machine
     expert_balance: ExpertBalance | None = None  # None: experts stay where they are loaded
     has_pair_template: bool = False  # the tokenizers render pairs of texts, with an instruction
     pipeline_parallel_size: int = 1  # stages of the model, each with some layers, of `tensor_parallel_size` ranks

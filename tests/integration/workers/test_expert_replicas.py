@@ -19,14 +19,26 @@ import pytest
 import several_choices
 import torch
 from rig import OnRead, Server, completion, run_all, serve
+from ring_state import left_over, scheduler_stats, wait_for
 from ties import Ties
 from tiny_models import BY_NAME, greedy_score
 from worker.every_architecture import PROMPTS, TOKENIZER
 
 FLAGS = ("--tokenizer", str(TOKENIZER), "--device", "cpu", "--dtype", "float32", "--detokenizers", "1")
-FLAGS += ("--tokenizers", "1", "-dp", "2", "--enable-expert-parallel")
+FLAGS += ("--tokenizers", "1", "--enable-expert-parallel")
+TWO = ("-dp", "2")
+ROLES = ("--prefill-workers", "1", "--decode-workers", "1", "--decode-prefill-tokens", "0")
+ROLES += (
+    "--prefill.data-parallel-size",
+    "2",
+    "--decode.data-parallel-size",
+    "2",
+    "--decode.pipeline-parallel-size",
+    "2",
+)
 BALANCED = ("--enable-eplb", "--eplb-config", '{"step_interval": 20, "window_size": 20}')
 NUM_TOKENS = 60
+BLOCK = 16  # tokens
 END_S = 30.0
 IDLE_S, IDLE_TICKS = 2.0, 10  # of CPU time, 10 ms each: heartbeats and signs of life
 
@@ -40,13 +52,14 @@ async def ask(session: aiohttp.ClientSession, server: Server, prompt: list[int],
     return prompt, tokens
 
 
-async def answers(server: Server, num: int, victim: int = 0) -> list[Answer]:
-    """victim: a process that is killed meanwhile."""
+async def answers(server: Server, num: int, victim: int = 0, least: int = 1) -> list[Answer]:
+    """victim: a process that is killed meanwhile. least: tokens of a prompt."""
 
     async def kill() -> None:
         os.kill(victim, signal.SIGKILL)
 
-    prompts = [[*PROMPTS[i % len(PROMPTS)], 5 + i] for i in range(num)]
+    known = [prompt * (least // len(prompt) + 1) for prompt in PROMPTS]
+    prompts = [[*known[i % len(known)], 5 + i] for i in range(num)]
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(100)) as session:
         return await run_all([partial(ask, session, server, prompt) for prompt in prompts], kill if victim else None)
 
@@ -87,7 +100,7 @@ def all_end(pids: list[int]) -> None:
 @pytest.mark.parametrize(("flags", "victim"), [((), "gpu_worker 0"), (("-tp", "2", *BALANCED), "gpu_worker 1 rank 1")])
 def test_tokens_are_those_of_one_worker(flags: tuple[str, ...], victim: str, tmp_path: Path) -> None:
     model, log = BY_NAME["qwen3-moe"].save(tmp_path / "model"), tmp_path / "log"
-    with serve(str(tmp_path / "model"), *FLAGS, *flags, log=log) as server:
+    with serve(str(tmp_path / "model"), *FLAGS, *TWO, *flags, log=log) as server:
         check(asyncio.run(answers(server, 1)), model)  # one replica has no rows
         check(asyncio.run(answers(server, 6)), model)
         ranks = workers(server)
@@ -112,8 +125,21 @@ def test_tokens_are_those_of_one_worker(flags: tuple[str, ...], victim: str, tmp
     assert "Traceback" not in text
 
 
-def test_replicas_may_have_stages(tmp_path: Path) -> None:
-    model = BY_NAME["qwen3-moe"].save(tmp_path / "model")
-    with serve(str(tmp_path / "model"), *FLAGS, "-pp", "2") as server:
-        check(asyncio.run(answers(server, 1)), model)
-        check(asyncio.run(answers(server, 5)), model)
+def test_replicas_of_a_role_have_the_experts_together(tmp_path: Path) -> None:
+    """Those of the decode worker have stages."""
+    model, log = BY_NAME["qwen3-moe"].save(tmp_path / "model"), tmp_path / "log"
+    with serve(str(tmp_path / "model"), *FLAGS, *ROLES, log=log) as server:
+        before = workers(server)
+        asyncio.run(wait_for(server, list(before)))
+        check(asyncio.run(answers(server, 4, least=BLOCK)), model)
+        assert asyncio.run(left_over(server)) == {}
+        assert asyncio.run(scheduler_stats(server))["transfers_landed_total"] > 0
+        check(asyncio.run(answers(server, 6, before["gpu_worker decode 1"], BLOCK)), model)
+        asyncio.run(wait_for(server, list(before)))
+        now = workers(server)
+        stayed = {name for name, pid in before.items() if now[name] == pid}
+        assert stayed == {"gpu_worker prefill 0", "gpu_worker prefill 1"}, "those of the other role"
+        assert asyncio.run(left_over(server)) == {}
+        last = list(workers(server).values())
+    all_end(last)
+    assert "replica 1 of 2 has ended; all replicas end" in log.read_text("utf-8", "replace")

@@ -53,6 +53,7 @@ def test_without_roles_there_are_no_transfers() -> None:
         ((*APART, "--data-parallel-size", "2"), ["0", "1", "prefill 0", "decode 0"]),
         ((*APART, "--data-parallel-size", "1"), ["0", "prefill 0", "decode 0"]),
         (("--prefill-workers", "2"), ["prefill 0", "prefill 1"]),
+        ((*APART, "--decode.data-parallel-size", "2"), ["prefill 0", "decode 0", "decode 1"]),
         ((*APART, "--kv-transfer-config.kv_role", "kv_both"), ["prefill 0", "decode 0"]),
     ],
 )
@@ -161,6 +162,10 @@ def test_names_in_the_environment_and_in_python() -> None:
         (
             ("--prefill.max-num-seqs", "8"),
             "--prefill.max-num-seqs: there are no prefill workers; give --prefill-workers",
+        ),
+        (
+            ("--decode-data-parallel-size", "2"),
+            "--decode-data-parallel-size: there are no decode workers; give --decode-workers",
         ),
         (
             (*APART, "--decode.max-num-batched-tokens", "64"),

@@ -61,7 +61,7 @@ def check(met: list[MetReplicas]) -> None:
 def test_replicas_meet_in_any_order_and_again(order: list[int], tmp_path: Path) -> None:
     first = meet_all(tmp_path, order, 0.1)
     check(first)
-    (tmp_path / replica_meeting.SOCKET).touch()  # a first replica that was killed leaves it
+    (tmp_path / replica_meeting.NAME).touch()  # a first replica that was killed leaves it
     again = meet_all(tmp_path, order)
     assert again[0].folder != first[0].folder and not first[0].folder.exists()
     check(again)
@@ -70,11 +70,11 @@ def test_replicas_meet_in_any_order_and_again(order: list[int], tmp_path: Path) 
 def test_one_that_joined_and_is_gone_is_waited_for_again(tmp_path: Path) -> None:
     with ThreadPoolExecutor(SIZE) as pool:
         first = pool.submit(meet, tmp_path, Shard(0, SIZE), 20.0, lambda: None)
-        for frame in (msgspec.msgpack.encode(ReplicaJoin(1, 0)), b"of a stranger"):
+        for frame in (msgspec.msgpack.encode(ReplicaJoin(1, 0, [])), b"of a stranger"):
             while True:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as gone:
                     try:
-                        gone.connect(str(tmp_path / replica_meeting.SOCKET))
+                        gone.connect(str(tmp_path / replica_meeting.NAME))
                     except OSError:
                         time.sleep(0.01)
                         continue
