@@ -28,14 +28,8 @@ FLAGS = ("--tokenizer", str(TOKENIZER), "--device", "cpu", "--dtype", "float32",
 FLAGS += ("--tokenizers", "1", "--enable-expert-parallel")
 TWO = ("-dp", "2")
 ROLES = ("--prefill-workers", "1", "--decode-workers", "1", "--decode-prefill-tokens", "0")
-ROLES += (
-    "--prefill.data-parallel-size",
-    "2",
-    "--decode.data-parallel-size",
-    "2",
-    "--decode.pipeline-parallel-size",
-    "2",
-)
+ROLES += ("--prefill.data-parallel-size", "2", "--decode.data-parallel-size", "2")
+ROLES += ("--decode.pipeline-parallel-size", "2")
 BALANCED = ("--enable-eplb", "--eplb-config", '{"step_interval": 20, "window_size": 20}')
 NUM_TOKENS = 60
 BLOCK = 16  # tokens
