@@ -18,7 +18,7 @@ _WIDTH = 128  # columns of a program
 
 @triton.jit
 def adapt_embeddings_kernel(
-    found_ptr, token_ids_ptr, places_ptr, arena_ptr, columns_ptr, ids_ptr, stride, width, most, place_size,
+    found_ptr, token_ids_ptr, places_ptr, arena_ptr, columns_ptr, ids_ptr, stride, width, most,
     COLUMNS: tl.constexpr, TOKENS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # program (i, j): columns of tile j of row i
@@ -39,7 +39,6 @@ def adapt_embeddings_kernel(
         index = begin + tl.arange(0, TOKENS)
         ids = tl.load(ids_ptr + place * most + index, mask=index < num, other=-1)
         at = tl.maximum(at, tl.max(tl.where(ids == token, index, -1), 0))
-    arena_ptr += place * place_size
     cols = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = cols < width
     target = found_ptr + row * stride + cols
@@ -74,6 +73,6 @@ def adapt_embeddings(found: Tensor, token_ids: Tensor, places: Tensor, table: Ad
         pdl = supports_pdl(found.device)
         adapt_embeddings_kernel[rows, ceil_div(width, _WIDTH)](
             found, token_ids, places, table.arena, table.columns, table.token_ids, found.stride(0), width,
-            table.token_ids.shape[1], table.place_size,
+            table.token_ids.shape[1],
             COLUMNS=COLUMNS, TOKENS=_TOKENS, RANKS=_RANKS, WIDTH=_WIDTH, PDL=pdl, **pdl_options(pdl),
         )  # fmt: skip

@@ -9,8 +9,22 @@ from torch import Tensor
 from blockyard.kernels.tensor_checks import check_tensor
 
 OFFSETS = 3  # of A, B and the bias
+ALIGNED = 16  # elements: matrices begin at multiples of so many, for wide loads
 Between = Callable[[Tensor], Tensor]
 NO_OFFSET = -1  # of a bias that an adapter does not have
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTiles:
+    """An order of rows, in which each tile has one owner: a place, or of pairs of row and expert an expert.
+
+    Tile i has the rows [i * tile, (i + 1) * tile) of `rows`, where a number behind all rows is none; if tiles have one
+    row, tile i has row i. Of larger tiles those without rows are behind the others, and their owner is below 0.
+    """
+
+    rows: Tensor  # [tiles * tile] int32
+    owners: Tensor  # [tiles] int32
+    tile: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +34,9 @@ class AdapterTable:
     Of a layer of experts each expert has entries of its own, for each of its parts.
     """
 
-    arena: Tensor  # [elements], memory of all places
-    # [places, entries, OFFSETS] int64, in elements of the place: A [rank, in], B [size, rank], bias [size]; entries of
-    # a place are contiguous: expert after expert, and of each one part after part
+    arena: Tensor  # [elements], memory of all adapters
+    # [places, entries, OFFSETS] int64, in elements of the arena and multiples of ALIGNED: A [rank, in], B [size, rank],
+    # bias [size]; entries of a place are contiguous: expert after expert, and of each one part after part
     offsets: Tensor
     ranks: Tensor  # [places, entries] int32; 0: no matrices for this part
     starts: Tensor  # [parts] int32, first output of each part
@@ -30,7 +44,8 @@ class AdapterTable:
     largest: int  # of `sizes`
     max_rank: int  # no adapter has more
     own_ranks: Tensor | None = None  # [places, entries, 2] int32: A has so many rows, from the first one; None: `ranks`
-    place_size: int = 0  # elements of a place in the arena
+    is_wide: bool = False  # `starts` and `sizes` are multiples of ALIGNED
+    batch_invariant: bool = False  # what is added to a row does not depend on other rows, to the last bit
 
     @property
     def num_parts(self) -> int:
@@ -74,8 +89,9 @@ def add_adapters_reference(
     between: Between | None = None,
     experts: Tensor | None = None,
     weights: Tensor | None = None,
+    tiles: AdapterTiles | None = None,
 ) -> None:
-    """See `add_adapters`."""
+    """See `add_adapters`. The order of `tiles` changes nothing."""
     starts, sizes = table.starts.tolist(), table.sizes.tolist()
     h, own = torch.zeros(len(out), table.num_parts, table.max_rank, device=x.device), len(out) // max(len(places), 1)
     chosen = [0] * len(out) if experts is None else experts.flatten().tolist()
@@ -90,14 +106,14 @@ def add_adapters_reference(
             if table.own_ranks is not None:
                 first, count = table.own_ranks[place, entry + part].tolist()
             if count:
-                a_at = place * table.place_size + int(table.offsets[place, entry + part, 0])
+                a_at = int(table.offsets[place, entry + part, 0])
                 a = table.arena[a_at : a_at + count * x.shape[1]].view(count, -1).float()
                 h[pair, part, first : first + count] = a @ x[pair * len(x) // len(out)].float()
     if between is not None:
         h = between(h)
     for pair, (place, entry) in enumerate(of_pair):
         for part, (start, size) in enumerate(zip(starts, sizes, strict=True) if place >= 0 else ()):
-            _, b_at, bias_at = (table.offsets[place, entry + part] + place * table.place_size).tolist()
+            _, b_at, bias_at = table.offsets[place, entry + part].tolist()
             rank, added = int(table.ranks[place, entry + part]), torch.zeros(size, dtype=torch.float32, device=x.device)
             if rank and size:
                 b = table.arena[b_at : b_at + size * rank].view(size, rank).float()

@@ -15,11 +15,10 @@ class AdapterTokens:
     """The rows of adapters by place.
 
     Columns of a place: how many rows it has, where they begin [rows, width], the rank of its matrices, where A
-    [tokens, rank] begins, and B [width, rank]. Places in the arena are in elements of the place.
+    [tokens, rank] begins, and B [width, rank]; in elements of the arena.
     """
 
-    arena: Tensor  # [elements], memory of all places
-    place_size: int  # elements of a place
+    arena: Tensor  # [elements], memory of all adapters
     columns: Tensor  # [places, COLUMNS] int64
     token_ids: Tensor  # [places, most rows] int32: the token of each row
 
@@ -32,7 +31,6 @@ class AdapterTokens:
     def rows_of(self, place: int, width: int) -> tuple[Tensor, Tensor]:
         """The tokens [n] and the rows [n, width] of a place."""
         num, at = self.columns[place, :2].tolist()
-        at += place * self.place_size
         return self.token_ids[place, :num], self.arena[at : at + num * width].view(num, width)
 
 
@@ -48,7 +46,6 @@ def adapt_embeddings_reference(found: Tensor, token_ids: Tensor, places: Tensor,
             own = values[at].float()
         rank, a_at, b_at = table.columns[place, 2:].tolist()
         if rank:
-            a_at, b_at = (at + place * table.place_size for at in (a_at, b_at))
             a = table.arena[a_at + token * rank : a_at + (token + 1) * rank].float()
             own = own + table.arena[b_at : b_at + width * rank].view(width, rank).float() @ a
         found[row] = own.to(found.dtype)

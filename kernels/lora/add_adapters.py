@@ -1,121 +1,28 @@
 """The products of adapters on a GPU: `shrink` to the rank, `expand` to the outputs, each row with its own adapter.
 
-A program computes for one row, so that any mixture of adapters in a step is one launch, also in a CUDA graph that knows
-neither the adapters nor their ranks. Rows that follow each other with the same adapter read its matrices from L2.
+A program multiplies a tile of rows with the same adapter on tensor cores, so that any mixture of adapters and ranks in
+a step is one launch, also in a CUDA graph that knows neither. Of a layer of experts a tile has the rows of one expert,
+and a program takes their adapters in turn. The inputs of a shrink are split among programs, which fill a GPU also where
+there are few rows; each expand adds up what they have.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from blockyard.kernels.int_math import ceil_div
-from blockyard.kernels.lora.adapter_table import OFFSETS, AdapterTable, Between
+from blockyard.kernels.int_math import ceil_div, next_power_of_2
+from blockyard.kernels.lora.adapter_table import ALIGNED, OFFSETS, AdapterTable, AdapterTiles, Between
+from blockyard.kernels.lora.adapter_tiles import LARGE_TILE, TILE, tile_rows
+from blockyard.kernels.lora.expand import expand_kernel
+from blockyard.kernels.lora.shrink import shrink_kernel
+from blockyard.kernels.moe.map_experts import map_experts
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 from blockyard.kernels.tensor_checks import check_tensor
 
-_RANKS = 16  # of a tile
-_INPUTS = 256
-_OUTPUTS = 128
-
-
-@triton.jit
-def find_entry(
-    places_ptr, experts_ptr, pair, part, pairs_of_row, parts, place_stride, place_size, arena_ptr, EXPERTS: tl.constexpr
-):  # fmt: skip
-    """The place of a pair's row, the index of its entry, and where the memory of the place begins.
-
-    The place is below 0 if the pair's expert is none of so many.
-    """
-    place = tl.load(places_ptr + pair // pairs_of_row).to(tl.int64)
-    entry = place * place_stride + part
-    if EXPERTS:
-        expert = tl.load(experts_ptr + pair).to(tl.int64)
-        entry += expert * parts
-        place = tl.where((expert >= 0) & (expert < EXPERTS), place, -1)
-    return place, entry, arena_ptr + place * place_size
-
-
-@triton.jit
-def shrink_kernel(
-    x_ptr, places_ptr, experts_ptr, arena_ptr, offsets_ptr, ranks_ptr, own_ptr, h_ptr, x_stride, inputs, parts,
-    max_rank, pairs_of_x, pairs_of_row, place_stride, place_size,
-    OFFSETS: tl.constexpr, RANKS: tl.constexpr, INPUTS: tl.constexpr, OWN: tl.constexpr, EXPERTS: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    # program (i, p, t): ranks of tile t, of part p, of pair i, which without experts is row i; with OWN only those
-    # that A has
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    place, entry, arena_ptr = find_entry(
-        places_ptr, experts_ptr, pair, part, pairs_of_row, parts, place_stride, place_size, arena_ptr, EXPERTS
-    )
-    if place < 0:
-        return
-    own_first = 0
-    if OWN:
-        own_first, rank = tl.load(own_ptr + entry * 2), tl.load(own_ptr + entry * 2 + 1)
-    else:
-        rank = tl.load(ranks_ptr + entry)
-    first = tl.program_id(2) * RANKS
-    if first >= rank:
-        return
-    ranks = first + tl.arange(0, RANKS)
-    a_ptr = arena_ptr + tl.load(offsets_ptr + entry * OFFSETS)
-    x_ptr += pair // pairs_of_x * x_stride
-    total = tl.zeros([RANKS], tl.float32)
-    for begin in range(0, inputs, INPUTS):
-        cols = begin + tl.arange(0, INPUTS)
-        x = tl.load(x_ptr + cols, mask=cols < inputs, other=0.0).to(tl.float32)
-        inside = (ranks[:, None] < rank) & (cols[None, :] < inputs)
-        a = tl.load(a_ptr + ranks[:, None].to(tl.int64) * inputs + cols[None, :], mask=inside, other=0.0)
-        total += tl.sum(a.to(tl.float32) * x[None, :], axis=1)
-    tl.store(h_ptr + (pair * parts + part) * max_rank + own_first + ranks, total, mask=ranks < rank)
-
-
-@triton.jit
-def expand_kernel(
-    h_ptr, places_ptr, experts_ptr, weights_ptr, arena_ptr, offsets_ptr, ranks_ptr, starts_ptr, sizes_ptr, out_ptr,
-    out_stride, parts, max_rank, pairs_of_row, place_stride, place_size,
-    OFFSETS: tl.constexpr, RANKS: tl.constexpr, OUTPUTS: tl.constexpr, EXPERTS: tl.constexpr, WEIGHTS: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    # program (i, p, t): outputs of tile t, of part p, of pair i
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    place, entry, arena_ptr = find_entry(
-        places_ptr, experts_ptr, pair, part, pairs_of_row, parts, place_stride, place_size, arena_ptr, EXPERTS
-    )
-    if place < 0:
-        return
-    rank, size = tl.load(ranks_ptr + entry), tl.load(sizes_ptr + part)
-    bias_at = tl.load(offsets_ptr + entry * OFFSETS + 2)
-    first = tl.program_id(2) * OUTPUTS
-    if first >= size:
-        return
-    if (rank == 0) & (bias_at < 0):
-        return
-    cols = first + tl.arange(0, OUTPUTS)
-    b_ptr = arena_ptr + tl.load(offsets_ptr + entry * OFFSETS + 1)
-    total = tl.zeros([OUTPUTS], tl.float32)
-    for begin in range(0, rank, RANKS):
-        ranks = begin + tl.arange(0, RANKS)
-        h = tl.load(h_ptr + (pair * parts + part) * max_rank + ranks, mask=ranks < rank, other=0.0)
-        inside = (cols[:, None] < size) & (ranks[None, :] < rank)
-        b = tl.load(b_ptr + cols[:, None].to(tl.int64) * rank + ranks[None, :], mask=inside, other=0.0)
-        total += tl.sum(b.to(tl.float32) * h[None, :], axis=1)
-    if bias_at >= 0:
-        total += tl.load(arena_ptr + bias_at + cols, mask=cols < size, other=0.0).to(tl.float32)
-    if WEIGHTS:
-        total *= tl.load(weights_ptr + pair)
-    target = out_ptr + pair * out_stride + tl.load(starts_ptr + part) + cols
-    total += tl.load(target, mask=cols < size, other=0.0).to(tl.float32)
-    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=cols < size)
+_RANKS = 16  # the fewest of a product on tensor cores
+_INPUTS = 128  # of a step of 16-bit numbers, and half of 32-bit ones
+_PROGRAMS = 4096  # at most, as far as tiles can share one
+_ENOUGH = 264  # programs of a shrink of many rows: two for each multiprocessor
+_WIDE = 8  # elements of a wide load
 
 
 def add_adapters(
@@ -126,6 +33,7 @@ def add_adapters(
     between: Between | None = None,
     experts: Tensor | None = None,
     weights: Tensor | None = None,
+    tiles: AdapterTiles | None = None,
 ) -> None:
     """Adds the products of adapters to out [rows, outputs], in place.
 
@@ -136,6 +44,9 @@ def add_adapters(
     Of a layer of experts, experts [rows, top_k] int32 are those of each row, a number behind them all for none, out
     [pairs, outputs] has a row for each of them, x is [rows, in] or [pairs, in], and weights [rows, top_k] float32
     multiply what is added; None: nothing does.
+
+    tiles: the rows by place, from `tile_rows`, or the pairs by expert, from `map_experts`; None: they are made here.
+    Those by place are read before the kernel launched last has ended, which must not be the one that writes them.
     """
     table.check(x, places, out, experts)
     (pairs, inputs), parts = (len(out), x.shape[1]), table.num_parts
@@ -143,22 +54,58 @@ def add_adapters(
         return
     if weights is not None:
         check_tensor("weights", weights, () if experts is None else tuple(experts.shape), torch.float32)
+    is_early = tiles is not None and experts is None
+    if tiles is None:
+        tiles = _make_tiles(places, table, experts)
+    num_tiles, tile, pdl = len(tiles.owners), tiles.tile, supports_pdl(x.device)
+    padded, rows = ceil_div(table.max_rank, _RANKS) * _RANKS, max(next_power_of_2(tile), TILE)
+    numbers = _RANKS if rows == TILE else min(next_power_of_2(parts * padded), 64)
+    in_tile = _INPUTS if max(x.element_size(), table.arena.element_size()) == 2 else _INPUTS // 2
+    most_splits, wanted = _splits(inputs, tile, pairs, batch_invariant=table.batch_invariant)
+    steps = ceil_div(inputs, in_tile * (wanted if between is None else 1))
+    splits, num_numbers = ceil_div(inputs, steps * in_tile), ceil_div(parts * padded, numbers)
     make = torch.empty if between is None else torch.zeros  # of numbers that other GPUs have, it adds zeros
-    h = make((pairs, parts, table.max_rank), dtype=torch.float32, device=x.device)
-    has_own, own = table.own_ranks is not None, table.ranks if table.own_ranks is None else table.own_ranks
-    chosen, num_experts = (places, 0) if experts is None else (experts, table.num_experts)
-    pdl = supports_pdl(x.device)
-    shrink_kernel[pairs, parts, ceil_div(table.max_rank, _RANKS)](
-        x, places, chosen, table.arena, table.offsets, table.ranks, own, h, x.stride(0), inputs, parts, table.max_rank,
-        pairs // len(x), pairs // len(places), table.place_stride, table.place_size,
-        OFFSETS=OFFSETS, RANKS=_RANKS, INPUTS=_INPUTS, OWN=has_own, EXPERTS=num_experts, PDL=pdl, **pdl_options(pdl),
+    h = make((splits, pairs, parts, table.max_rank), dtype=torch.float32, device=x.device)
+    own = table.ranks if table.own_ranks is None else table.own_ranks
+    facts = {
+        "OFFSETS": OFFSETS, "ALIGNED": ALIGNED, "TILE": tile, "ROWS": rows, "EXPERTS": experts is not None,
+        "EARLY": is_early, "PDL": pdl, **pdl_options(pdl),
+    }  # fmt: skip
+    shrink_kernel[_groups(num_tiles, num_numbers * splits), num_numbers, splits](
+        x, tiles.rows, tiles.owners, places, table.arena, table.offsets, table.ranks, own, h, pairs, num_tiles, steps,
+        x.stride(0), inputs, parts, table.max_rank, padded, pairs // len(x), pairs // len(places), table.place_stride,
+        NUMBERS=numbers, INPUTS=in_tile, OWN=table.own_ranks is not None,
+        num_stages=2 if rows > LARGE_TILE else 3, num_warps=8 if rows > LARGE_TILE else 4, **facts,
     )  # fmt: skip
     if between is not None:
-        h = between(h)
-    expand_kernel[pairs, parts, ceil_div(table.largest, _OUTPUTS)](
-        h, places, chosen, h if weights is None else weights, table.arena, table.offsets, table.ranks, table.starts,
-        table.sizes, out, out.stride(0), parts, table.max_rank, pairs // len(places), table.place_stride,
-        table.place_size,
-        OFFSETS=OFFSETS, RANKS=_RANKS, OUTPUTS=_OUTPUTS, EXPERTS=num_experts, WEIGHTS=weights is not None, PDL=pdl,
-        **pdl_options(pdl),
+        h = between(h[0])
+    outputs = 64 if tile == 1 or rows > LARGE_TILE else 128
+    of_part = ceil_div(table.largest, outputs)
+    expand_kernel[_groups(num_tiles, parts * of_part), parts * of_part](
+        h, tiles.rows, tiles.owners, places, h if weights is None else weights, table.arena, table.offsets, table.ranks,
+        table.starts, table.sizes, out, pairs, num_tiles, splits, out.stride(0), parts, table.max_rank, of_part,
+        pairs // len(places), table.place_stride, OUTPUTS=outputs, RANKS=min(padded, 32),
+        SPLITS=1 if between is not None else most_splits, WIDE=_WIDE, WIDE_OUTPUTS=table.is_wide,
+        WEIGHTS=weights is not None, num_stages=1, num_warps=8 if rows >= LARGE_TILE else 4, **facts,
     )  # fmt: skip
+
+
+def _make_tiles(places: Tensor, table: AdapterTable, experts: Tensor | None) -> AdapterTiles:
+    if experts is None:
+        return tile_rows(places, len(table.ranks), batch_invariant=table.batch_invariant)
+    mapped = map_experts(experts, table.num_experts, TILE)
+    return AdapterTiles(mapped.pairs, mapped.experts, TILE)
+
+
+def _splits(inputs: int, tile: int, pairs: int, *, batch_invariant: bool) -> tuple[int, int]:
+    """Programs among which the inputs are split, at most and in fact; if batch-invariant, whatever the rows are."""
+    if tile == 1 and not batch_invariant:
+        return 32, min(ceil_div(inputs, 128), 32)
+    most = 16 if tile <= TILE or batch_invariant else 8
+    splits = min(ceil_div(inputs, 512), most)
+    return most, splits if tile <= TILE or batch_invariant else min(splits, max(_ENOUGH * tile // pairs, 1))
+
+
+def _groups(num_tiles: int, others: int) -> int:
+    """Programs that share the tiles."""
+    return max(min(num_tiles, _PROGRAMS // others), 1)

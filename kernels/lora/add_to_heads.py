@@ -24,8 +24,7 @@ def add_to_heads_reference(
     heads, size, latent = x.shape[1], int(table.sizes[0]), x.shape[2] if values else out.shape[2]
     for row, place in enumerate(places.tolist()):
         rank = int(table.ranks[place, 0]) if place >= 0 else 0
-        first = max(place, 0) * table.place_size
-        a_at, b_at, bias_at = (table.offsets[place, 0] + first).tolist()
+        a_at, b_at, bias_at = table.offsets[place, 0].tolist()
         b = table.arena[b_at : b_at + size * rank].view(heads, size // heads, rank).float()
         a = table.arena[a_at : a_at + rank * latent].view(rank, latent).float()
         of_head = x[row, :, None].float()  # [heads, 1, in]
@@ -42,7 +41,7 @@ def add_to_heads_reference(
 @triton.jit
 def add_to_heads_kernel(
     x_ptr, places_ptr, arena_ptr, offsets_ptr, ranks_ptr, out_ptr, x_row, x_head, out_row, out_head, width, latent,
-    plain_dim, inputs, outputs, place_stride, place_size,
+    plain_dim, inputs, outputs, place_stride,
     VALUES: tl.constexpr, OFFSETS: tl.constexpr, RANKS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -59,7 +58,6 @@ def add_to_heads_kernel(
     bias_at = tl.load(offsets_ptr + entry * OFFSETS + 2)
     if (rank == 0) & (bias_at < 0):
         return
-    arena_ptr += place * place_size
     a_ptr = arena_ptr + tl.load(offsets_ptr + entry * OFFSETS)
     b_ptr = arena_ptr + tl.load(offsets_ptr + entry * OFFSETS + 1) + head * width * rank
     rows, cols = tl.arange(0, INPUTS), tl.arange(0, OUTPUTS)
@@ -107,7 +105,7 @@ def add_to_heads(x: Tensor, places: Tensor, table: AdapterTable, plain_dim: int,
     pdl = supports_pdl(x.device)
     add_to_heads_kernel[rows, heads](
         x, places, table.arena, table.offsets, table.ranks, out, x.stride(0), x.stride(1), out.stride(0),
-        out.stride(1), width, latent, plain_dim, inputs, out.shape[2], table.place_stride, table.place_size,
+        out.stride(1), width, latent, plain_dim, inputs, out.shape[2], table.place_stride,
         VALUES=values, OFFSETS=OFFSETS, RANKS=_RANKS, INPUTS=next_power_of_2(inputs),
         OUTPUTS=next_power_of_2(out.shape[2]), PDL=pdl, **pdl_options(pdl),
     )  # fmt: skip

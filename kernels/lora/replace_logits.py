@@ -15,7 +15,7 @@ _INPUTS = 256
 
 @triton.jit
 def replace_logits_kernel(
-    x_ptr, places_ptr, arena_ptr, columns_ptr, ids_ptr, out_ptr, x_stride, out_stride, inputs, most, place_size,
+    x_ptr, places_ptr, arena_ptr, columns_ptr, ids_ptr, out_ptr, x_stride, out_stride, inputs, most,
     COLUMNS: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # program (i, j): tokens of tile j of row i
@@ -31,7 +31,7 @@ def replace_logits_kernel(
     if first >= num:
         return
     tokens = first + tl.arange(0, TOKENS)
-    values_ptr = arena_ptr + place * place_size + tl.load(columns_ptr + place * COLUMNS + 1)
+    values_ptr = arena_ptr + tl.load(columns_ptr + place * COLUMNS + 1)
     total = tl.zeros([TOKENS], tl.float32)
     for begin in range(0, inputs, INPUTS):
         cols = begin + tl.arange(0, INPUTS)
@@ -59,6 +59,5 @@ def replace_logits(x: Tensor, places: Tensor, table: AdapterTokens, out: Tensor)
         pdl = supports_pdl(x.device)
         replace_logits_kernel[rows, ceil_div(most, _TOKENS)](
             x, places, table.arena, table.columns, table.token_ids, out, x.stride(0), out.stride(0), inputs, most,
-            table.place_size,
             COLUMNS=COLUMNS, TOKENS=_TOKENS, INPUTS=_INPUTS, PDL=pdl, **pdl_options(pdl),
         )  # fmt: skip

@@ -10,6 +10,7 @@
 - `experts_skinny`: one or a few rows need neither map nor sum: two products without tensor cores.
 - `quantized_skinny`, `quantized_grouped`: `experts_skinny` and `grouped_linear` of quantized weights, unpacked in
   registers. `round_rows`: inputs rounded to 8 bits for them.
+- `four_bits`: the same of tiles of few pairs with weights of 4 bits, whose codes never leave registers.
 
 Sizes follow from the number of rows alone and nothing is read back by the host, so all of it runs in CUDA graphs. No
 atomics: the result of a row is the same in every run. Kernels begin while the one before them ends: see

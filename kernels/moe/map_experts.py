@@ -19,7 +19,7 @@ from blockyard.kernels.moe.operand_checks import check_loads
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
 _CHUNK = 2048  # pairs that a program of the one kernel looks at together
-_FEW_PAIRS = 8192  # up to it, one kernel is quicker
+FEW_PAIRS = 8192  # up to it, one kernel is quicker
 _SORTED = 512  # pairs of a chunk that is sorted
 
 
@@ -147,13 +147,16 @@ def _place_chunks_kernel(
         tl.store(owners_ptr + tile, tl.where(owner < EXPERTS, owner, -1))
 
 
-def map_experts(experts: Tensor, num_experts: int, tile: int, loads: Tensor | None = None) -> ExpertMap:
+def map_experts(
+    experts: Tensor, num_experts: int, tile: int, loads: Tensor | None = None, *, overlaps: bool = True
+) -> ExpertMap:
     """experts [rows, top_k] int32, contiguous, each from 0 to num_experts; tile: at least 1.
 
     Pairs of the number `num_experts`, which is no expert, are in no tile.
 
     loads [num_experts] int32, contiguous, gets the number of pairs of each expert, if there are rows. The number of
-    tiles follows from the shape of `experts` alone. Raises ValueError for another dtype or layout.
+    tiles follows from the shape of `experts` alone. overlaps: the next kernel may begin while this one runs. Raises
+    ValueError for another dtype or layout.
     """
     check_loads(loads, num_experts)
     if experts.dtype != torch.int32 or not experts.is_contiguous():
@@ -162,11 +165,11 @@ def map_experts(experts: Tensor, num_experts: int, tile: int, loads: Tensor | No
     tiles = most_tiles(num_pairs, num_experts, tile)
     pairs = torch.empty(tiles * tile, dtype=torch.int32, device=experts.device)
     owners = torch.empty(tiles, dtype=torch.int32, device=experts.device)
-    if num_pairs > _FEW_PAIRS:
+    if num_pairs > FEW_PAIRS:
         _map_many(experts, pairs, owners, loads, num_experts, tile)
     elif num_pairs:
         chunk = min(_CHUNK, max(next_power_of_2(num_pairs), 16))
-        pdl = supports_pdl(experts.device)
+        pdl = overlaps and supports_pdl(experts.device)
         _map_experts_kernel[(num_experts + 1,)](
             experts, pairs, owners, pairs if loads is None else loads, num_pairs, tiles,
             EXPERTS=num_experts, BINS=next_power_of_2(num_experts + 1), TILE=tile, PADDED=next_power_of_2(tile),

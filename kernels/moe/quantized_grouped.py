@@ -22,6 +22,7 @@ from blockyard.kernels.moe.operand_checks import check_loads
 from blockyard.kernels.moe.quantized_skinny import pointers
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 from blockyard.kernels.quantized.packed_weights import Codes, ExpertRounding, PackedWeights, RoundedTo
+from blockyard.kernels.quantized.unpack_assembly import unpack_assembly
 from blockyard.kernels.quantized.unpack_tiles import load_scales, unpack_tile
 
 FEWEST_INPUTS = 32  # of a product of codes on tensor cores
@@ -38,12 +39,12 @@ def _add_tile(
     total, x, x_scale, codes_ptr, scales_ptr, zeros_ptr, table_ptr, output, known, start,
     SIZE: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, EACH: tl.constexpr, SCALES: tl.constexpr,
     E8M0: tl.constexpr, ZEROS: tl.constexpr, SCALE_LAST: tl.constexpr, X_GROUP: tl.constexpr,
-    OUT_TILE: tl.constexpr, IN_TILE: tl.constexpr,
+    OUT_TILE: tl.constexpr, IN_TILE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """total [OUT_TILE, pairs] and the products of a tile of inputs, x [IN_TILE, pairs]."""
     tile = unpack_tile(
         codes_ptr, scales_ptr, zeros_ptr, table_ptr, output, known, start,
-        SIZE, CODES, GROUP, EACH, SCALES and not SCALE_LAST, E8M0, ZEROS, OUT_TILE, IN_TILE, x.dtype,
+        SIZE, CODES, GROUP, EACH, SCALES and not SCALE_LAST, E8M0, ZEROS, OUT_TILE, IN_TILE, x.dtype, ASM,
     )  # fmt: skip
     if SCALE_LAST or X_GROUP:
         part = tl.dot(tile, x, input_precision="ieee").to(tl.float32)
@@ -78,7 +79,8 @@ def _grouped_quantized_kernel(
     E8M0: tl.constexpr, ZEROS: tl.constexpr, ROW_SCALES: tl.constexpr, SCALE_LAST: tl.constexpr,
     X_SCALES: tl.constexpr, X_GROUP: tl.constexpr, OUT_TILE: tl.constexpr, IN_TILE: tl.constexpr, TILE: tl.constexpr,
     GATE: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, SCALE_FIRST: tl.constexpr, STAGES: tl.constexpr,
-    TOP_K: tl.constexpr, K_TILE: tl.constexpr, EXPERTS: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr,
+    TOP_K: tl.constexpr, K_TILE: tl.constexpr, EXPERTS: tl.constexpr, BINS: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     # program (i, j): outputs i * OUT_TILE ... of the pairs of tile j; with TOP_K there is no map, and pair j has tile j
     if PDL:
@@ -111,12 +113,12 @@ def _grouped_quantized_kernel(
             x_scale = tl.load(x_scales_ptr + row * X_GROUPS + start // X_GROUP, mask=here[None, :], other=0.0)
         total = _add_tile(
             total, x, x_scale, codes_ptr, scales_ptr, zeros_ptr, table_ptr, output, known, start,
-            SIZE, CODES, GROUP, EACH, SCALES, E8M0, ZEROS, SCALE_LAST, X_GROUP, OUT_TILE, IN_TILE,
+            SIZE, CODES, GROUP, EACH, SCALES, E8M0, ZEROS, SCALE_LAST, X_GROUP, OUT_TILE, IN_TILE, ASM,
         )  # fmt: skip
         if GATE:
             up_total = _add_tile(
                 up_total, x, x_scale, codes_ptr, scales_ptr, zeros_ptr, table_ptr, output + inner, known, start,
-                SIZE, CODES, GROUP, EACH, SCALES, E8M0, ZEROS, SCALE_LAST, X_GROUP, OUT_TILE, IN_TILE,
+                SIZE, CODES, GROUP, EACH, SCALES, E8M0, ZEROS, SCALE_LAST, X_GROUP, OUT_TILE, IN_TILE, ASM,
             )  # fmt: skip
     total = _scaled(
         total, row_scales_ptr, output, known, x_scales_ptr + row, here, ROW_SCALES, X_SCALES and X_GROUP == 0
@@ -174,6 +176,7 @@ def grouped_quantized(
             in_tile = math.gcd(in_tile, weights.group)
         in_tile = min(in_tile, 64) if x.element_size() == 4 else in_tile  # which take twice the shared memory
         counts = top_k > 0 and loads is not None
+        assembly = unpack_assembly(weights.kind, dtype, weights.zeros is None) if x.is_cuda else ""
         _grouped_quantized_kernel[(ceil_div(inner, tiling.out_tile), len(mapped.experts))](
             x, x if x_scales is None else x_scales, *pointers(weights), out if bias is None else bias,
             out if scale is None else scale, out, mapped.pairs, mapped.experts,
@@ -185,8 +188,8 @@ def grouped_quantized(
             X_GROUP=x_group, OUT_TILE=tiling.out_tile, IN_TILE=in_tile, TILE=mapped.tile, GATE=int(gate),
             BIAS=bias is not None, SCALE=scale is not None, SCALE_FIRST=scale_first, STAGES=tiling.stages,
             TOP_K=top_k, K_TILE=next_power_of_2(max(top_k, 1)), EXPERTS=num_experts if counts else 0,
-            BINS=next_power_of_2(num_experts + 1), PDL=pdl, num_warps=tiling.warps, num_stages=tiling.stages,
-            **pdl_options(pdl),
+            BINS=next_power_of_2(num_experts + 1), ASM=assembly, PDL=pdl, num_warps=tiling.warps,
+            num_stages=tiling.stages, **pdl_options(pdl),
         )  # fmt: skip
     return out
 

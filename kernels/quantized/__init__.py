@@ -5,7 +5,8 @@
 - `block_weights`: `BlockWeights`, the same of a linear layer, in the order of its products: `linear_blocks` on tensor
   cores, `linear_blocks_mma` of up to 16 rows with 4 bits, whose codes never leave registers, `linear_blocks_wgmma` of
   more rows on Hopper with the operand that `left_operand` makes of such codes, and `linear_blocks_skinny` of one to
-  eight rows, with the norm, the gate and the sum around it. For these `unpack_assembly` has a GPU's instructions.
+  eight rows, with the norm, the gate and the sum around it. For these `unpack_assembly` has a GPU's instructions, and
+  `number_pairs` multiplies what they make.
   `unpack_blocks` writes its numbers to memory.
 - `quantize_rows`: rows as codes of 8 bits with scales. How they are rounded says `layers/rounding`; norm and gate
   kernels write the same bits by the device functions of `layers/round_row`.

@@ -8,45 +8,8 @@ from a tile that TMA has copied with a swizzle of 64 bytes: then the threads of 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from blockyard.kernels.quantized.number_pairs import less, of_pairs, times
 from blockyard.kernels.quantized.unpack_tiles import scale_numbers
-
-
-@gluon.jit
-def _twice(value, DTYPE: gl.constexpr):
-    """A float in DTYPE, two times in 32 bits."""
-    bits = value.to(DTYPE).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
-    return bits | (bits << 16)
-
-
-@gluon.jit
-def _of_pairs(pairs, DTYPE: gl.constexpr):
-    """The first and the second number of pairs in 32 bits."""
-    first = pairs.to(gl.int16).to(DTYPE, bitcast=True)
-    return first, (pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True)
-
-
-@gluon.jit
-def _less(pairs, zero, DTYPE: gl.constexpr):
-    """Pairs of numbers less whole zeros, which is exact."""
-    ASM: gl.constexpr = "sub.rn.bf16x2 $0, $1, $2;" if gl.bfloat16 == DTYPE else "sub.rn.f16x2 $0, $1, $2;"
-    return gl.inline_asm_elementwise(ASM, "=r,r,r", [pairs, _twice(zero, DTYPE)], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _times(pairs, scale, DTYPE: gl.constexpr, EXACT: gl.constexpr):
-    """Pairs of numbers times scales. EXACT: DTYPE has all scales; else they are the sum of two numbers in DTYPE."""
-    most = _twice(scale, DTYPE)
-    if EXACT:
-        ASM: gl.constexpr = "mul.rn.bf16x2 $0, $1, $2;" if gl.bfloat16 == DTYPE else "mul.rn.f16x2 $0, $1, $2;"
-        return gl.inline_asm_elementwise(ASM, "=r,r,r", [pairs, most], dtype=gl.int32, is_pure=True, pack=1)
-    else:  # noqa: RET505, only one branch is compiled
-        TWO: gl.constexpr = (
-            "{ .reg .b32 less; mul.rn.bf16x2 less, $1, $3; fma.rn.bf16x2 $0, $1, $2, less; }"
-            if gl.bfloat16 == DTYPE
-            else "{ .reg .b32 less; mul.rn.f16x2 less, $1, $3; fma.rn.f16x2 $0, $1, $2, less; }"
-        )
-        rest = _twice(scale - scale.to(DTYPE).to(gl.float32), DTYPE)
-        return gl.inline_asm_elementwise(TWO, "=r,r,r,r", [pairs, most, rest], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -84,7 +47,7 @@ def _scaled(
     if ZEROS:
         zero = _of_groups(zeros, start, FIRST, GROUP, OUT_TILE, L, False)
     if ZEROS and not WHOLE:
-        first, second = _of_pairs(pairs, DTYPE)
+        first, second = of_pairs(pairs, DTYPE)
         first = first.to(gl.float32) - zero
         second = second.to(gl.float32) - zero
         if SCALES:
@@ -94,10 +57,10 @@ def _scaled(
         second = second.to(DTYPE)
     else:
         if ZEROS:
-            pairs = _less(pairs, zero, DTYPE)
+            pairs = less(pairs, zero, DTYPE)
         if SCALES:
-            pairs = _times(pairs, scale, DTYPE, EXACT)
-        first, second = _of_pairs(pairs, DTYPE)
+            pairs = times(pairs, scale, DTYPE, EXACT)
+        first, second = of_pairs(pairs, DTYPE)
     return gl.convert_layout(gl.reshape(gl.join(first, second), [64, 64]), A, assert_trivial=True)
 
 

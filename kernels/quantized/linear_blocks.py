@@ -17,29 +17,13 @@ from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace, fits, le
 from blockyard.kernels.programmatic_launch import pdl_options, prefetch
 from blockyard.kernels.quantized.block_weights import BLOCK, BlockWeights, dequantized_blocks
 from blockyard.kernels.quantized.unpack_assembly import unpack_assembly
-from blockyard.kernels.quantized.unpack_tiles import less_zeros, numbers, scale_numbers
+from blockyard.kernels.quantized.unpack_tiles import halves, less_zeros, numbers, scale_numbers
 
 
 def linear_blocks_reference(x: Tensor, weights: BlockWeights, bias: Tensor | None = None) -> Tensor:
     """In float64."""
     out = x.double() @ dequantized_blocks(weights).T
     return out if bias is None else out + bias.double()
-
-
-@triton.jit
-def halves(codes, table_ptr, CODES: tl.constexpr, MIDDLE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """The numbers of the lower and of the upper halves of bytes."""
-    if ASM != "" and tl.bfloat16 == DTYPE:
-        return tl.inline_asm_elementwise(
-            ASM, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-        )
-    elif ASM != "":  # noqa: RET505, only one branch is compiled
-        return tl.inline_asm_elementwise(
-            ASM, "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
-        )
-    else:
-        low = numbers(codes & 15, table_ptr, CODES, MIDDLE, DTYPE)
-        return low, numbers(codes >> 4, table_ptr, CODES, MIDDLE, DTYPE)
 
 
 @triton.jit

@@ -52,8 +52,13 @@ def _floats(dtype: torch.dtype) -> str:
     made = [_BYTES, f"mov.b32 power, {_twice(power)}; mov.b32 zero, 0;"]
     for low, high, word in (("$0", "$2", "a"), ("$1", "$3", "b")):
         for out, by, sign in ((low, shift, 12), (high, shift - 4, 8)):
-            made.append(f"shl.b32 c, {word}, {by}; and.b32 c, c, {_twice(mask)}; shl.b32 d, {word}, {sign};")
-            made.append(f"lop3.b32 {out}, d, 0x80008000, c, 0xEA; {_FMA[dtype]} {out}, {out}, power, zero;")
+            if sign - by > 3:  # one product has the bits in both places, without a carry
+                made.append(f"and.b32 c, {word}, {_twice(0xF << 12 - sign)}; mul.lo.u32 c, c, {1 << sign | 1 << by};")
+                made.append(f"and.b32 {out}, c, {_twice(0x8000 | mask)};")
+            else:
+                made.append(f"shl.b32 c, {word}, {by}; and.b32 c, c, {_twice(mask)}; shl.b32 d, {word}, {sign};")
+                made.append(f"lop3.b32 {out}, d, 0x80008000, c, 0xEA;")
+            made.append(f"{_FMA[dtype]} {out}, {out}, power, zero;")
     return f"{{ .reg .b32 a, b, c, d, power, zero; {' '.join(made)} }}"
 
 

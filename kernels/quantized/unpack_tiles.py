@@ -55,6 +55,22 @@ def numbers(code, table_ptr, CODES: tl.constexpr, MIDDLE: tl.constexpr, DTYPE: t
 
 
 @triton.jit
+def halves(codes, table_ptr, CODES: tl.constexpr, MIDDLE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """The numbers of the lower and of the upper halves of bytes. ASM: the instructions, see `unpack_assembly`."""
+    if ASM != "" and tl.bfloat16 == DTYPE:
+        return tl.inline_asm_elementwise(
+            ASM, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    elif ASM != "":  # noqa: RET505, only one branch is compiled
+        return tl.inline_asm_elementwise(
+            ASM, "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+        )
+    else:
+        low = numbers(codes & 15, table_ptr, CODES, MIDDLE, DTYPE)
+        return low, numbers(codes >> 4, table_ptr, CODES, MIDDLE, DTYPE)
+
+
+@triton.jit
 def scale_numbers(scale, E8M0: tl.constexpr):
     """Loaded scales as float32. E8M0: they are bytes, exponents of 2 with a bias of 127; 255 is NaN."""
     if E8M0:
@@ -115,6 +131,7 @@ def unpack_tile(
     codes_ptr, scales_ptr, zeros_ptr, table_ptr, output, known, start,
     SIZE: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, EACH: tl.constexpr, SCALES: tl.constexpr,
     E8M0: tl.constexpr, ZEROS: tl.constexpr, OUT_TILE: tl.constexpr, IN_TILE: tl.constexpr, DTYPE: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """Numbers [OUT_TILE, IN_TILE] in DTYPE, of inputs from `start` on and of outputs [OUT_TILE, 1] int64.
 
@@ -128,8 +145,7 @@ def unpack_tile(
         IS_EXACT: tl.constexpr = E8M0 and CODES == 2 and tl.bfloat16 == DTYPE  # also as products of bfloat16
         WORK: tl.constexpr = tl.float32 if (ZEROS or SCALES) and not IS_EXACT else DTYPE
         if CODES <= 3:
-            low = numbers(codes & 15, table_ptr, CODES, not ZEROS, WORK)
-            high = numbers(codes >> 4, table_ptr, CODES, not ZEROS, WORK)
+            low, high = halves(codes, table_ptr, CODES, not ZEROS, WORK, ASM if WORK == DTYPE else "")
             tile = tl.reshape(tl.join(low, high), [OUT_TILE, IN_TILE])
         else:
             tile = numbers(codes, table_ptr, CODES, not ZEROS, WORK)

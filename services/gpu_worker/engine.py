@@ -235,14 +235,14 @@ def load(
         if generates:
             with alone(ranks, exchange):
                 backend.compile_kernels(model, need, kv_dtype, len(eos_ids), config, report)
-        else:  # no step samples, and none is captured
+        else:  # no step samples
             backend.end_compiling()
-            config = msgspec.structs.replace(config, enforce_eager=True, run_ahead_penalties=False)
+            config = msgspec.structs.replace(config, run_ahead_penalties=False)
         report.phase("planning memory")
         host_plan = plan_host(need, free_host_bytes() // config.replicas, config.swap_space_gib)
         moving_bytes = backend.moving_bytes(host_plan, config.kv_transfer)
         with alone(ranks, exchange), naming_leader(team):
-            plan = backend.plan_memory(model, need, kv_dtype, config, moving_bytes)
+            plan = backend.plan_memory(model, need, kv_dtype, config, moving_bytes, generates=generates)
         report.note(*plan.notes, *host_plan.notes)
         for group in groups:
             plan, host_plan = (with_least(one, group, report) for one in (plan, host_plan))
@@ -307,7 +307,7 @@ def make_runner(
         if pools is None:
             backend.start_steps(again, config, report)
         else:
-            start_pooled_steps(again, pools[1], backend, report)
+            start_pooled_steps(again, pools[1], backend, config, report)
 
     hosts = make_hosts(lora, config, loaded.reader, loaded.model)
     runner = Runner(
@@ -349,13 +349,22 @@ def largest_of(ranks: RankGroup | None) -> LargestOfRanks | None:
     return None if ranks is None else ranks.largest
 
 
-def start_pooled_steps(runner: Runner, output: PoolingOutput, backend: Backend, report: StartReport) -> None:
+def start_pooled_steps(
+    runner: Runner, output: PoolingOutput, backend: Backend, config: WorkerConfig, report: StartReport
+) -> None:
     """Gives the runner steps that pool, and runs a first one. Raises LoadError if its results are not finite."""
-    attention = backend.chunk_attention(runner.pool, runner.send)
-    runner.use(PooledSteps(runner.model, runner.pool, runner.batch, runner.geometry, output, attention))
+    model, pool, geometry = runner.model, runner.pool, runner.geometry
+    attention, graphs = backend.chunk_attention(pool, runner.send), backend.packed_graphs(model, config, geometry, pool)
+    runner.use(PooledSteps(model, pool, runner.batch, geometry, output, attention, graphs))
     report.phase("first step")
     first_step(runner)
-    report.phase("ready", 1.0)
+    notes = []
+    if graphs is not None:
+        report.phase("capturing CUDA graphs")
+        with pool.trial_steps():
+            notes.append(graphs.capture())
+        runner.forget_trial_steps()
+    report.phase("ready", 1.0, *notes)
 
 
 def make_matchers(config: WorkerConfig, geometry: Geometry) -> MatcherProcesses:

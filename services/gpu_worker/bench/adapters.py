@@ -1,14 +1,17 @@
 """Times what LoRA adapters add to the linear layers of Llama-3.1-8B: both products of all parts of a layer."""
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from blockyard.kernels.lora.adapter_table import NO_OFFSET, AdapterTable
+from blockyard.kernels.lora.adapter_table import ALIGNED, NO_OFFSET, AdapterTable
+from blockyard.kernels.lora.adapter_tiles import tile_rows
 from blockyard.kernels.lora.add_adapters import add_adapters
 from blockyard.services.gpu_worker.bench.row import Row, row
 from blockyard.services.gpu_worker.bench.timing import DEVICE, copies, graph_seconds
+from blockyard.services.gpu_worker.lora.device.adapter_pages import aligned
 
 
 class LayerWidths(NamedTuple):
@@ -35,36 +38,45 @@ def measure() -> list[Row]:
 
 
 def _layer(layer: LayerWidths, rows: int, num_adapters: int) -> Row:
-    """Each adapter has as many rows, one behind the other."""
+    """Each adapter has as many rows, one behind the other. The rows of a step are grouped once for all its layers."""
     outputs, item = sum(layer.sizes), DTYPE.itemsize
     pair_elements = RANK * (layer.inputs * len(layer.sizes) + outputs)
     num_bytes = item * (num_adapters * pair_elements + rows * (layer.inputs + 2 * outputs))
     num = copies(num_bytes, MOST_COPIES)
-    table, first = make_table(layer, num * num_adapters), torch.arange(num_adapters)
-    calls = []
+    all_places = make_table(layer, num * num_adapters)
+    places = torch.arange(num_adapters).repeat_interleave(rows // num_adapters).int()
+    tiles, calls = tile_rows(places, num_adapters), []
     for i in range(num):
-        places = (i * num_adapters + first).repeat_interleave(rows // num_adapters).int()
         x, out = torch.randn(rows, layer.inputs).to(DTYPE), torch.zeros(rows, outputs, dtype=DTYPE)
-        calls.append(partial(add_adapters, x, places, table, out))
+        table = some_places(all_places, range(i * num_adapters, (i + 1) * num_adapters))
+        calls.append(partial(add_adapters, x, places, table, out, tiles=tiles))
     adapters = "1 adapter" if num_adapters == 1 else f"{num_adapters} adapters"
     shape = f"{rows} x {layer.inputs} x {outputs}, {adapters} of rank {RANK}"
     return row(f"adapters of {layer.name}", shape, graph_seconds(calls), num_bytes, 2 * rows * pair_elements)
+
+
+def some_places(table: AdapterTable, places: range) -> AdapterTable:
+    """A table of some of the places."""
+    own = slice(places.start, places.stop)
+    return replace(table, offsets=table.offsets[own], ranks=table.ranks[own])
 
 
 def make_table(layer: LayerWidths, num_places: int) -> AdapterTable:
     """Random adapters of one layer."""
     offsets, end = list[list[int]](), 0
     for size in layer.sizes:
-        offsets.append([end, end + RANK * layer.inputs, NO_OFFSET])
-        end += RANK * (layer.inputs + size)
+        b_at = end + aligned(RANK * layer.inputs)
+        offsets.append([end, b_at, NO_OFFSET])
+        end = b_at + aligned(RANK * size)
+    of_one = torch.tensor([offsets])
     starts = [sum(layer.sizes[:part]) for part in range(len(layer.sizes))]
     return AdapterTable(
         torch.randn(num_places * end).to(DTYPE),
-        torch.tensor([offsets]).repeat(num_places, 1, 1),
+        of_one + torch.arange(num_places)[:, None, None] * end * (of_one >= 0),
         torch.full((num_places, len(layer.sizes)), RANK, dtype=torch.int32),
         torch.tensor(starts, dtype=torch.int32),
         torch.tensor(layer.sizes, dtype=torch.int32),
         max(layer.sizes),
         RANK,
-        place_size=end,
+        is_wide=not any(one % ALIGNED for one in (*starts, *layer.sizes)),
     )

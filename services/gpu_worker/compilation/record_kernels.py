@@ -6,14 +6,19 @@ kernels run, on zeros.
 
 import hashlib
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 import triton
+from torch import Tensor
 
 from blockyard import kernels
+from blockyard.kernels.lora.adapter_table import AdapterTiles
+from blockyard.kernels.lora.adapter_tiles import FEW_ROWS, LARGE_TILE, MANY_ROWS, rows_of_tile
+from blockyard.kernels.moe.map_experts import FEW_PAIRS
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses, num_processes
 from blockyard.services.gpu_worker.compilation.kernel_compiler import KernelCompiler
 from blockyard.services.gpu_worker.execution.cuda import prefill_kernels
@@ -101,9 +106,18 @@ def _launch_steps(model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, num_e
     for size in steps.sizes:
         for needs_processing in SAMPLE_VARIANTS:
             steps.sample(size, (adapted if size.is_adapted else output).first(size.rows), needs_processing)
+    seen = {rows_of_tile(steps.capacity, batch_invariant=need.batch_invariant)}
     for size in steps.sizes:
-        if not size.is_adapted or size.rows == 1 or model.experts():  # kernels of adapters do not depend on the rows
+        tile = rows_of_tile(size.rows, batch_invariant=need.batch_invariant)
+        if not size.is_adapted or size.rows == 1 or tile not in seen or model.experts():  # others have the same kernels
             steps.forward(size)
+        if size.is_adapted:
+            seen.add(tile)
+    if model.adapter_rows.tile_rows is not None:
+        _launch_tiles(model.adapter_rows.tile_rows, most, device)
+        for rows in [one for one in (1, FEW_ROWS + 1, MANY_ROWS + 1) if one <= most]:  # of a prompt's log-probabilities
+            model.adapter_rows.begin(torch.zeros(rows, dtype=torch.int32, device=device))
+            model.logits(adapted.hidden.new_zeros(rows, adapted.hidden.shape[1]))
     for descriptor in _descriptors(steps, most, settings.serves_adapters):
         words = torch.empty(sum(descriptor.parts), dtype=torch.int64)
         write_padding(words, descriptor)
@@ -115,6 +129,13 @@ def _launch_steps(model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, num_e
     if not config.run_ahead_penalties:  # otherwise sampling has launched this kernel
         prompts = DevicePromptLogprobs(model, ops.gather_logprobs, device)
         prompts.compute_logits([ScoredPrompt(0, 0, 1, np.zeros(1, np.int64), 1)], output.logits)
+
+
+def _launch_tiles(tile_rows: Callable[[Tensor], AdapterTiles], most: int, device: torch.device) -> None:
+    """Launches the kernels that group rows by adapter, for so many rows at most."""
+    few = range(1, min(MANY_ROWS, most) + 1)
+    for rows in (*few, *range(MANY_ROWS + 1, min(most, FEW_PAIRS) + 1, LARGE_TILE), most):
+        tile_rows(torch.zeros(rows, dtype=torch.int32, device=device))
 
 
 def _descriptors(steps: DecodeSteps, most: int, serves_adapters: bool) -> list[BatchDescriptor]:

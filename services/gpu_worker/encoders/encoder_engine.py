@@ -63,7 +63,7 @@ def start_encoder(start: EncoderStart) -> EncoderRunner:
     if ranks is not None and team is not None and team.send is not None:
         announce, mirror = EncoderLeader(ranks, team.send).announce, LeaderPool(team.send)
     else:
-        graphs = backend.packed_graphs(model, config, geometry.max_num_batched_tokens, card.has_types)
+        graphs = backend.packed_graphs(model, config, geometry, None, has_types=card.has_types)
     threads = None if announce is not None else backend.text_threads(config)  # ranks compute a step in one order
     if threads is not None and threads.num_threads > 1:
         report.note(f"steps: texts are divided among {threads.num_threads} threads")

@@ -61,7 +61,7 @@ class PackedSteps:
         with torch.inference_mode():
             hidden = None
             if self.graphs is not None:
-                hidden = self.graphs.forward(batch.token_ids, positions, types, lengths)
+                hidden = self.graphs.forward(batch.token_ids, positions, lengths, types=types)
             if hidden is None and self._threads is not None:
                 forward = partial(self._forward_rows, batch.token_ids, positions, types)
                 hidden = self._threads.run(forward, lengths)

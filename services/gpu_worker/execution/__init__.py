@@ -8,7 +8,7 @@
   computes another.
 - `pooled_steps.PooledSteps` computes steps of decoders with pooled hidden states: no row is sampled.
 - `replica_steps.ReplicaSteps`: a step is launched once all replicas that have the experts together know its size.
-- `packed_graphs.PackedGraphs`: CUDA graphs of small steps of models without KV.
+- `packed_graphs.PackedGraphs`: CUDA graphs of steps that pool, of models with and without KV.
 - `text_threads.TextThreads` divides the texts of such a step among threads of the CPU.
 - `device_slots.DeviceSlots`: tracks the state of the slots on the device. `device_writes` collects what plans change,
   `pinned_ring` has the buffers that it passes through on a GPU.

@@ -4,6 +4,7 @@ The host knows all tokens, so there is no state of slots on a device. Blocks, ch
 generation. A sequence that enters its slot again starts over.
 """
 
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -16,8 +17,10 @@ from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuil
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.execution.device_loop import LaunchedStep, StepRequest
 from blockyard.services.gpu_worker.execution.device_slots import SLOTS, DeviceSlots
+from blockyard.services.gpu_worker.execution.packed_graphs import PackedGraphs
 from blockyard.services.gpu_worker.host_link import CompletedEvent, SameMemory, put
 from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.memory import blocks_of
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.pooling.chunks import PooledChunk
 from blockyard.services.gpu_worker.pooling.output import PoolingOptions, PoolingOutput, options_of
@@ -65,9 +68,11 @@ class PooledSteps:
         geometry: Geometry,
         output: PoolingOutput,
         attention: ChunkAttention,
+        graphs: PackedGraphs | None = None,
     ) -> None:
+        """attention: of steps that are launched kernel by kernel. graphs: None: all are."""
         self._model, self._pool, self._batch, self._output = model, pool, batch, output
-        self._attention = attention
+        self._attention, self.graphs = attention, graphs
         self.capacity = geometry.max_num_seqs
         self.runs_ahead = model.table.link.copies
         self.most_in_flight = 2 if self.runs_ahead else 1
@@ -102,14 +107,25 @@ class PooledSteps:
         positions = np.arange(len(rows)) + np.repeat(lengths - np.cumsum(counts), counts)
         ids = table.token_ids[rows, positions]
         self._batch.block_hashes.invalidate(table.tables[rows, positions // self._pool.block_size])
-        attend = self._attention(table, step, rows, positions)
-        hidden = self._model.forward(Step(self._put(ids), self._put(positions), attend))
+        hidden = self._replay(step, ids, positions)
+        if hidden is None:
+            attend = self._attention(table, step, rows, positions)
+            hidden = self._model.forward(Step(self._put(ids), self._put(positions), attend))
         totals = table.num_start_tokens[slots]
         skips = np.array([one.skip for one in pooled_of], np.int64)
         chunk = PooledChunk(hidden, slots, firsts, counts, totals, skips, ids, self._model.table.link)
-        pooled = self._output.add(chunk, [(1, option) for option in options])
+        pooled = self._output.add(chunk, [(len(list(alike)), option) for option, alike in groupby(options)])
         outcomes = np.where(lengths == totals, SlotOutcome.NOTHING, SlotOutcome.PART)
         return LaunchedStep((outcomes, np.zeros_like(lengths), lengths), pooled.done, pooled=pooled)
+
+    def _replay(self, step: StepRequest, ids: Ints, positions: Ints) -> Tensor | None:
+        """Launches the CUDA graph of a step. None: none fits it."""
+        if self.graphs is None or self._pool.scales_pending:  # an eager step measures scales
+            return None
+        slots, counts, table = step.rows.slots, step.rows.counts, self._batch.slots
+        longest = int((table.num_computed[slots] + counts).max())
+        tables = table.tables[:, : blocks_of(longest, self._pool.block_size)][slots].astype(np.int32)
+        return self.graphs.forward(ids, positions, counts, tables=tables)
 
     def _begin(self, slots: list[int], owners: list[int], firsts: list[int], options: list[PoolingOptions]) -> None:
         """Forgets what a slot's earlier owner left."""

@@ -13,11 +13,15 @@ from blockyard.services.gpu_worker.execution.ranks.expert_balancer import Expert
 from blockyard.services.gpu_worker.parallel.commands import BeginExchange, ServeExperts
 from blockyard.services.gpu_worker.parallel.replicas import ExpertExchange, StepAgreement, StepOffer
 from blockyard.services.gpu_worker.parallel.team import SendCommand
+from blockyard.services.gpu_worker.slots import StepRows
 
 
 @runtime_checkable
 class PaddedSteps(Protocol):
     """Steps whose decodes are padded to the sizes of CUDA graphs, which are the same in all replicas."""
+
+    def most_rows(self, rows: StepRows) -> int:
+        """The most rows that a layer has of such a step."""
 
     def pad(self, num_rows: int | None) -> None:
         """Decodes have so many rows from here on. None: only their own, and no graph computes them."""
@@ -68,7 +72,8 @@ class ReplicaSteps:
         """A step without rows is none of other replicas."""
         if not len(step.rows):
             return self._steps.launch(step)
-        with self._agreed(int(step.rows.counts.sum()), is_decode=not step.rows.has_prefill):
+        num_rows = int(step.rows.counts.sum()) if self._padded is None else self._padded.most_rows(step.rows)
+        with self._agreed(num_rows, is_decode=not step.rows.has_prefill):
             return self._steps.launch(step)
 
     def join(self) -> bool:

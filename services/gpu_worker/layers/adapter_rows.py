@@ -1,11 +1,12 @@
 """Which adapter each row of a step has. One object of a model: its layers read it, the steps write it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
 
+from blockyard.kernels.lora.adapter_table import AdapterTiles
 from blockyard.services.gpu_worker.layers.long_rotations import LongRotations
 
 NO_PLACE = -1  # of a row without an adapter
@@ -17,6 +18,8 @@ class AdapterRows:
     def __init__(self) -> None:
         self._places: Tensor | None = None
         self._groups: list[tuple[int, Tensor | None]] | None = None
+        self._tiles: AdapterTiles | None = None
+        self.tile_rows: Callable[[Tensor], AdapterTiles] | None = None  # of places; None: products need no tiles
         self.long_rotations: LongRotations | None = None  # None: no adapter is for longer contexts than the model
 
     def rotated(self, positions: Tensor) -> Tensor:
@@ -36,9 +39,18 @@ class AdapterRows:
         assert self._places is not None
         return self._places
 
+    @property
+    def tiles(self) -> AdapterTiles | None:
+        """The rows by place, for kernels; None: products need none."""
+        return self._tiles
+
     def begin(self, places: Tensor | None) -> None:
-        """Call it before rows are computed. places [rows] int32; None: no row has an adapter."""
+        """Call it before rows are computed. places [rows] int32; None: no row has an adapter.
+
+        Tiles are made here, so that other kernels run between those that write them and those that read them early.
+        """
         self._places, self._groups = places, None
+        self._tiles = None if places is None or self.tile_rows is None else self.tile_rows(places)
 
     def select(self, rows: Tensor) -> None:
         """From here on only these rows are computed: rows [n] int64."""
@@ -52,12 +64,12 @@ class AdapterRows:
     @contextmanager
     def meanwhile(self, places: Tensor | None) -> Iterator[None]:
         """Meanwhile other rows are computed: see `begin`."""
-        before = self._places, self._groups
+        before = self._places, self._groups, self._tiles
         self.begin(places)
         try:
             yield
         finally:
-            self._places, self._groups = before
+            self._places, self._groups, self._tiles = before
 
     def end(self) -> None:
         self.begin(None)

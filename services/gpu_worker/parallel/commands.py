@@ -183,10 +183,6 @@ class InstallKernels(Frame, frozen=True):
     tuned: bytes  # see `Tuner.installed`
 
 
-class Meet(Frame, frozen=True):
-    """Wait until all ranks have come so far."""
-
-
 class DropGraph(Frame, frozen=True):
     """A graph is not run again."""
 
@@ -383,7 +379,6 @@ Command = (
     | BeginGraph
     | EndGraph
     | ReplayGraph
-    | Meet
     | DropGraph
     | ReceiveChanges
     | TakeChanges

@@ -29,6 +29,7 @@ from blockyard.services.gpu_worker.startup.start_report import StartReport
 from blockyard.services.kv_transfer.host.host_store import BlockStore
 from blockyard.shared.config.services.worker import KVTransferConfig, WorkerConfig
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.messages import Geometry
 
 
 class Backend(Protocol):
@@ -96,11 +97,11 @@ class Backend(Protocol):
         """Returns what makes the attention of packed sequences of these lengths, of a model without KV."""
 
     def packed_graphs(
-        self, model: Model, config: WorkerConfig, most_tokens: int, has_types: bool
+        self, model: Model, config: WorkerConfig, geometry: Geometry, pool: KVPool | None, *, has_types: bool = False
     ) -> PackedGraphs | None:
-        """Returns the graphs of a model without KV, not captured; None: its steps are launched kernel by kernel.
+        """Returns the graphs of a model that pools, not captured; None: its steps are launched kernel by kernel.
 
-        most_tokens: of a step. has_types: the model knows token types.
+        pool: None: it has no KV. has_types: the model knows token types.
         """
 
     def text_threads(self, config: WorkerConfig) -> TextThreads | None:
@@ -116,9 +117,16 @@ class Backend(Protocol):
         """Returns the memory of the device for buffers of copies of KV blocks, to host memory and other workers."""
 
     def plan_memory(
-        self, model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, config: WorkerConfig, moving_bytes: int
+        self,
+        model: Model,
+        need: KVMemoryNeed,
+        kv_dtype: torch.dtype,
+        config: WorkerConfig,
+        moving_bytes: int,
+        *,
+        generates: bool = True,
     ) -> MemoryPlan:
-        """Plans the KV blocks of the device. Raises LoadError if they do not fit."""
+        """Plans the KV blocks of the device. Raises LoadError if they do not fit. generates: False: the model pools."""
 
     def make_store(self, plan: MemoryPlan, pool: KVPool) -> BlockStore | None:
         """Allocates the KV blocks in host memory; None if the plan has none. Raises LoadError if they do not fit."""

@@ -31,6 +31,7 @@ from blockyard.services.gpu_worker.startup.start_report import StartReport
 from blockyard.services.gpu_worker.warm_up import first_step
 from blockyard.services.kv_transfer.host.host_store import BlockStore, PlainStore
 from blockyard.shared.config.services.worker import KVTransferConfig, WorkerConfig
+from blockyard.shared.messages import Geometry
 from blockyard.shared.process.cores import usable_cores
 from blockyard.shared.process.service_main import rss_bytes
 
@@ -97,7 +98,9 @@ class CpuBackend:
     def packed_product(self, batch_invariant: bool) -> Callable[[Ints], PackedProduct]:
         return partial(CpuPackedProduct, alone=batch_invariant)
 
-    def packed_graphs(self, model: Model, config: WorkerConfig, most_tokens: int, has_types: bool) -> None:
+    def packed_graphs(
+        self, model: Model, config: WorkerConfig, geometry: Geometry, pool: KVPool | None, *, has_types: bool = False
+    ) -> None:
         return None
 
     def text_threads(self, config: WorkerConfig) -> TextThreads:
@@ -114,7 +117,14 @@ class CpuBackend:
         return 0
 
     def plan_memory(
-        self, model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, config: WorkerConfig, moving_bytes: int
+        self,
+        model: Model,
+        need: KVMemoryNeed,
+        kv_dtype: torch.dtype,
+        config: WorkerConfig,
+        moving_bytes: int,
+        *,
+        generates: bool = True,
     ) -> MemoryPlan:
         override, kv_bytes, free = config.num_gpu_blocks_override, config.kv_cache_memory_bytes, self.free_bytes(config)
         if override is None and kv_bytes is not None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from blockyard.kernels.lora.adapt_embeddings import adapt_embeddings
+from blockyard.kernels.lora.adapter_tiles import tile_rows
 from blockyard.kernels.lora.add_adapters import add_adapters
 from blockyard.kernels.lora.add_to_heads import add_to_heads
 from blockyard.kernels.lora.replace_logits import replace_logits
@@ -17,12 +18,12 @@ from blockyard.services.gpu_worker.attention.packed_attention import PackedProdu
 from blockyard.services.gpu_worker.compilation import record_kernels
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.compilation.kernel_compiler import KernelCompiler
-from blockyard.services.gpu_worker.execution.cuda import cuda_steps
+from blockyard.services.gpu_worker.execution.cuda import chunk_graphs, cuda_steps
 from blockyard.services.gpu_worker.execution.cuda.device_ops import make_device_ops
 from blockyard.services.gpu_worker.execution.cuda.follower_steps import DeviceFollowerSteps
 from blockyard.services.gpu_worker.execution.cuda.forward_capture import CudaForwardCapture
 from blockyard.services.gpu_worker.execution.cuda.pooled_attention import TritonChunkAttention, TritonPackedProduct
-from blockyard.services.gpu_worker.execution.packed_graphs import PackedGraphs
+from blockyard.services.gpu_worker.execution.packed_graphs import PackedGraphs, text_graphs
 from blockyard.services.gpu_worker.execution.pooled_steps import ChunkAttention
 from blockyard.services.gpu_worker.execution.ranks.follower import FollowerNeeds, FollowerSteps
 from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror, LeaderModel
@@ -61,9 +62,20 @@ from blockyard.services.kv_transfer.host.stream_store import StreamStore
 from blockyard.services.kv_transfer.staging import planned_bytes
 from blockyard.shared.config.services.worker import KVTransferConfig, WorkerConfig, capture_sizes
 from blockyard.shared.errors import LoadError
+from blockyard.shared.messages import Geometry
 from blockyard.shared.process.cores import usable_cores
 
 ANY_LENGTH = 1 << 30  # the tiles of long sequences, for all
+
+
+def has_packed_graphs(config: WorkerConfig, shape: ModelShape) -> bool:
+    """Whether a model that pools has CUDA graphs.
+
+    A padded step multiplies other numbers of rows: with --batch-invariant all steps are eager. Latent layers read
+    cached tokens in pieces, whose number a graph cannot follow.
+    """
+    is_eager = config.enforce_eager or config.batch_invariant or config.cpu_offload_gib
+    return not (is_eager or config.num_ranks * config.expert_replicas > 1 or shape.has_latent)
 
 
 class CudaBackend:
@@ -149,7 +161,7 @@ class CudaBackend:
             )
 
     def make_places(self, model: Model, num_places: int, limits: AdapterLimits) -> AdapterPlaces:
-        kernels = AdapterKernels(add_adapters, add_to_heads, adapt_embeddings, replace_logits)
+        kernels = AdapterKernels(add_adapters, add_to_heads, adapt_embeddings, replace_logits, tile_rows)
         return DevicePlaces(model, num_places, limits, kernels, self.device, self.link)
 
     def offload_notes(self, config: WorkerConfig) -> list[str]:
@@ -190,14 +202,15 @@ class CudaBackend:
         return make
 
     def packed_graphs(
-        self, model: Model, config: WorkerConfig, most_tokens: int, has_types: bool
+        self, model: Model, config: WorkerConfig, geometry: Geometry, pool: KVPool | None, *, has_types: bool = False
     ) -> PackedGraphs | None:
-        """A padded step multiplies other numbers of rows: with --batch-invariant all steps are eager."""
-        if config.enforce_eager or config.batch_invariant or config.cpu_offload_gib:
+        if not has_packed_graphs(config, model.shape):
             return None
-
-        capture = CudaForwardCapture(self.device)
-        return PackedGraphs(model, capture, TritonPackedProduct, most_tokens=most_tokens, has_types=has_types)
+        if pool is not None:
+            capture = CudaForwardCapture(self.device, chunk_graphs.MOST_BYTES)
+            return chunk_graphs.chunk_graphs(model, pool, capture, geometry)
+        capture, most_tokens = CudaForwardCapture(self.device), geometry.max_num_batched_tokens
+        return text_graphs(model, capture, TritonPackedProduct, most_tokens=most_tokens, has_types=has_types)
 
     def text_threads(self, config: WorkerConfig) -> None:
         return None
@@ -217,21 +230,32 @@ class CudaBackend:
         return (STAGING_BYTES if host_plan.num_blocks else 0) + planned_bytes(transfers)
 
     def plan_memory(
-        self, model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, config: WorkerConfig, moving_bytes: int
+        self,
+        model: Model,
+        need: KVMemoryNeed,
+        kv_dtype: torch.dtype,
+        config: WorkerConfig,
+        moving_bytes: int,
+        *,
+        generates: bool = True,
     ) -> MemoryPlan:
         override, kv_bytes = config.num_gpu_blocks_override, config.kv_cache_memory_bytes
         tokens = min(config.max_num_batched_tokens, config.max_num_seqs * need.max_model_len)
         try:
             has_adapters = config.lora is not None
             peak = peak_bytes(model, tokens, need, kv_dtype, self.device, has_adapters=has_adapters)
-            graphs, penalties = cuda_steps.graph_bytes(
-                model,
-                need,
-                kv_dtype,
-                config.run_ahead_penalties,
-                captures=not config.enforce_eager,
-                has_adapters=has_adapters,
-            )
+            graphs, penalties = 0, 0
+            if generates:
+                graphs, penalties = cuda_steps.graph_bytes(
+                    model,
+                    need,
+                    kv_dtype,
+                    config.run_ahead_penalties,
+                    captures=not config.enforce_eager,
+                    has_adapters=has_adapters,
+                )
+            elif has_packed_graphs(config, model.shape):
+                graphs = chunk_graphs.graph_bytes(config.max_num_batched_tokens, peak)
         except torch.OutOfMemoryError as e:
             raise LoadError(
                 f"not enough GPU memory for a step of {tokens} tokens beside the weights; lower "

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from adapter_tables import DEVICE, DTYPES, ERROR, in_places, make_table
-from compile_for_hopper import shared_bytes
+from compile_for_hopper import SHARED, shared_bytes
 
 from blockyard.kernels.lora.adapter_table import AdapterTable, add_adapters_reference
+from blockyard.kernels.lora.adapter_tiles import tile_rows
 from blockyard.kernels.lora.add_adapters import add_adapters
 
 
@@ -43,6 +44,74 @@ def test_against_the_reference(
         assert error <= ERROR[dtype], f"relative error {error}"
         changes = [place for place in places if place >= 0 and (any(ranks[place]) or bias)]
         assert torch.equal(out, before[:, 1:-1]) == (not changes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 40, 300])
+def test_tiles_of_a_step(rows: int, dtype: torch.dtype) -> None:
+    """Ranks from 1 to 512 in one launch, of which one adapter has no rows and one changes nothing here."""
+    table = make_table([[16, 1], [0, 0], [3, 40 if rows > 40 else 512], [5, 5], [24, 17]], [32, 16], 80, dtype)
+    chosen = torch.tensor([(0, 2, -1, 4, 1)[row % 5] if row < 90 else 2 for row in range(rows)]).int().to(DEVICE)
+    x, out = torch.randn(rows, 80, device=DEVICE).to(dtype), torch.randn(rows, 48, device=DEVICE).to(dtype)
+    want, before = out.clone(), out.clone()
+    add_adapters(x, chosen, table, out, tiles=tile_rows(chosen, 5))
+    add_adapters_reference(x, chosen, table, want)
+    same = (chosen < 0) | (chosen == 1)
+    assert torch.equal(out[same], before[same]), "rows without an adapter keep their bits"
+    assert float((out.double() - want.double()).norm() / want.double().norm()) <= ERROR[dtype]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
+@pytest.mark.parametrize("rows", [2, 64, 300])
+def test_a_captured_step_has_the_adapters_of_each_replay(rows: int) -> None:
+    """Kernels read places and tiles of a step before the product that they add to has ended."""
+    table = make_table([[16, 8], [64, 3], [0, 20]], [256, 128], 512, torch.bfloat16)
+    x, weight = torch.randn(rows, 512, device=DEVICE).bfloat16(), torch.randn(384, 512, device=DEVICE).bfloat16() / 23
+    chosen, out = torch.full((rows,), -1, dtype=torch.int32, device=DEVICE), x.new_empty(rows, 384)
+
+    def step() -> None:
+        places = chosen.clone()
+        tiles = tile_rows(places, 3)
+        torch.mm(x, weight.T, out=out)
+        add_adapters(x, places, table, out, tiles=tiles)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(5):
+        chosen.copy_(torch.randint(-1, 3, (rows,)))
+        graph.replay()
+        want = x @ weight.T
+        add_adapters_reference(x, chosen, table, want)
+        assert float((out.double() - want.double()).norm() / want.double().norm()) <= ERROR[torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_whatever_is_beside_it(dtype: torch.dtype) -> None:
+    table = replace(make_table([[16, 7], [40, 3]], [32, 16], 600, dtype, bias=True), batch_invariant=True)
+    chosen = torch.tensor([(1, 0, -1)[row % 3] for row in range(280)], dtype=torch.int32, device=DEVICE)
+    x, before = torch.randn(280, 600, device=DEVICE).to(dtype), torch.randn(280, 48, device=DEVICE).to(dtype)
+    found = []
+    for some in (slice(None), slice(20, 50), slice(24, 27), slice(24, 25)):
+        out, tiles = before[some].clone(), tile_rows(chosen[some], 2, batch_invariant=True)
+        add_adapters(x[some], chosen[some], table, out, tiles=tiles)
+        found.append(out[24 - (some.start or 0)])
+    assert all(torch.equal(one, found[0]) for one in found[1:]) and not torch.equal(found[0], before[24])
+
+
+def test_tiles_have_the_rows_of_one_place() -> None:
+    for rows in (5, 64, 300):
+        chosen = torch.randint(-1, 4, (rows,), dtype=torch.int32, device=DEVICE)
+        tiles, seen = tile_rows(chosen, 4), list[int]()
+        assert tiles.tile == (16 if rows < 300 else 64)
+        for owner, of_tile in zip(tiles.owners.tolist(), tiles.rows.view(-1, tiles.tile).tolist(), strict=True):
+            own = [row for row in of_tile if row < rows] if owner >= 0 else []
+            assert all(chosen[row] == owner for row in own)
+            seen += own
+        assert sorted(seen) == (chosen >= 0).nonzero().flatten().tolist()
+    few = tile_rows(chosen[:4], 4)
+    assert few.tile == 1 and few.owners is few.rows and torch.equal(few.owners, chosen[:4])
 
 
 def test_parts_of_several_gpus() -> None:
@@ -115,18 +184,22 @@ def test_what_does_not_fit_is_refused() -> None:
 LAUNCHES = """
 from blockyard.kernels.lora import add_adapters as file
 from blockyard.kernels.lora.adapter_table import AdapterTable
+from blockyard.kernels.lora.adapter_tiles import tile_rows
 
 file.supports_pdl = lambda device: True
 ints = lambda *shape: torch.zeros(*shape, dtype=torch.int32)
-for rows, rank in ((1, 16), (64, 16), (2048, 512)):
-    arena, offsets = torch.zeros(64).bfloat16(), torch.zeros(8, 3, 3).long()
-    table = AdapterTable(arena, offsets, ints(8, 3), ints(3), ints(3), 4096, rank)
-    file.add_adapters(torch.zeros(rows, 4096).bfloat16(), ints(rows), table, torch.zeros(rows, 6144).bfloat16())
-table = AdapterTable(arena, offsets.repeat(1, 64, 1), ints(8, 192), ints(3), ints(3), 768, 16, place_size=1 << 30)
+for rows, rank, parts in ((1, 16, 3), (64, 16, 3), (2048, 512, 3), (2048, 16, 1)):
+    arena, offsets = torch.zeros(64).bfloat16(), torch.zeros(8, parts, 3).long()
+    table = AdapterTable(arena, offsets, ints(8, parts), ints(parts), ints(parts), 4096, rank, is_wide=True)
+    x, out, tiles = torch.zeros(rows, 4096).bfloat16(), torch.zeros(rows, 6144).bfloat16(), tile_rows(ints(rows), 8)
+    file.add_adapters(x, ints(rows), table, out, tiles=tiles)
+table = AdapterTable(arena, offsets.repeat(1, 192, 1), ints(8, 192), ints(3), ints(3), 768, 16, is_wide=True)
 x, out, weights = torch.zeros(64, 2048).bfloat16(), torch.zeros(512, 1536).bfloat16(), torch.zeros(64, 8)
 file.add_adapters(x, ints(64), table, out, experts=ints(64, 8), weights=weights)
 """
 
 
 def test_sizes_of_an_8b_model_compile_for_an_h100(tmp_path: Path) -> None:
-    assert {name for name, _ in shared_bytes(LAUNCHES, tmp_path)} == {"shrink_kernel", "expand_kernel"}
+    found = shared_bytes(LAUNCHES, tmp_path)
+    assert {name for name, _ in found} == {"shrink_kernel", "expand_kernel", "map_experts_kernel"}
+    assert max(size for _, size in found) <= SHARED // 2, "two programs fit a multiprocessor"

@@ -73,7 +73,7 @@ from blockyard.kernels.lora.adapter_tokens import AdapterTokens
 
 adapt_embeddings.supports_pdl = replace_logits.supports_pdl = lambda device: True
 ints = lambda *shape: torch.zeros(*shape, dtype=torch.int32)
-table = AdapterTokens(torch.zeros(64).bfloat16(), 1 << 26, torch.zeros(8, 5).long(), ints(8, 512))
+table = AdapterTokens(torch.zeros(64).bfloat16(), torch.zeros(8, 5).long(), ints(8, 512))
 x, logits = torch.zeros(64, 4096).bfloat16(), torch.zeros(64, 128512).bfloat16()
 adapt_embeddings.adapt_embeddings(x, torch.zeros(64).long(), ints(64), table)
 replace_logits.replace_logits(x, ints(64), table, logits)

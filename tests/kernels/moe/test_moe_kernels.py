@@ -127,7 +127,7 @@ def test_maps(data: st.DataObject, kernels: int, num_experts: int, top_k: int, t
     experts = torch.tensor(chosen, dtype=torch.int32, device=DEVICE).view(rows, top_k)
     with pytest.MonkeyPatch.context() as patch:
         if kernels == 2:
-            patch.setattr(map_file, "_FEW_PAIRS", 0)
+            patch.setattr(map_file, "FEW_PAIRS", 0)
             patch.setattr(map_file, "_SORTED", 16)
         loads = torch.full((num_experts,), -1, dtype=torch.int32, device=DEVICE)
         mapped = map_experts(experts, num_experts, tile, loads)

@@ -23,7 +23,7 @@ from blockyard.services.gpu_worker.quantization.dense import UnquantizedExperts
 class ReferenceProduct:
     """Implements `ExpertProduct` for weights in the dtype of the model."""
 
-    form, rounds_inputs, takes_prefill = "dense", False, False
+    form, rounds_inputs, takes_prefill, takes_mma = "dense", False, False, False
 
     def __init__(self, method: UnquantizedExperts) -> None:
         self._weight, self._bias, self.device = method.weight, method.bias, method.weight.device

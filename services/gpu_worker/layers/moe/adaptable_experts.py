@@ -6,6 +6,7 @@ What adapters add of gate and up has to be there before the activation, so no ke
 from torch import Tensor
 
 from blockyard.kernels.layers.act_mul import act_mul
+from blockyard.kernels.lora.adapter_table import AdapterTiles
 from blockyard.kernels.moe.gates import Gate, gated
 from blockyard.kernels.moe.grouped_linear import GroupedTiling
 from blockyard.kernels.moe.grouped_linear_prefill import PrefillTiling
@@ -70,5 +71,5 @@ class AdaptableExperts:
             few = GroupedTiling(*tiling)
             out = product.grouped(x, mapped, num_pairs, few, scale=weights, scale_first=is_of_input)
         if (adapted := self.matrices[which].adapted) is not None:
-            adapted.add_to(out, x, experts, weights)
+            adapted.add_to(out, x, experts, weights, AdapterTiles(mapped.pairs, mapped.experts, mapped.tile))
         return out

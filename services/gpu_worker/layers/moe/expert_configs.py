@@ -22,12 +22,15 @@ class ExpertShape(msgspec.Struct, frozen=True, order=True):
     inner: int
     takes_prefill: bool = True  # `grouped_linear_prefill` can read the weights
     form: str = DENSE  # of the weights with its parameters, see `ExpertProduct`
+    takes_mma: bool = False  # `four_bits.experts_mma` multiplies both weights
 
 
 class ExpertConfig(msgspec.Struct, frozen=True):
     """How both products are computed."""
 
-    kernel: Literal["skinny", "grouped", "prefill"]  # `experts_skinny`, `grouped_linear`, `grouped_linear_prefill`
+    # `experts_skinny`, `grouped_linear`, `grouped_linear_prefill`; of `four_bits.experts_mma` "mma" for both products,
+    # and "mma_sums" with a second one that sums a row's experts, too
+    kernel: Literal["skinny", "grouped", "prefill", "mma", "mma_sums"]
     gate_up: tuple[int, ...]  # fields of the kernel's tiling, in order
     down: tuple[int, ...]
     tile: int = 0  # pairs of row and expert in a tile of the map; skinny: there is no map
@@ -35,6 +38,10 @@ class ExpertConfig(msgspec.Struct, frozen=True):
 
 def _grouped(tile: int, gate_up: tuple[int, ...], down: tuple[int, ...]) -> ExpertConfig:
     return ExpertConfig("grouped", gate_up, down, tile)
+
+
+def _mma(tile: int, gate_up: tuple[int, ...], down: tuple[int, ...]) -> ExpertConfig:
+    return ExpertConfig("mma", gate_up, down, tile)
 
 
 # The first candidate of each list was the fastest on an H200 for Qwen3-30B-A3B, DeepSeek-V2-Lite, gpt-oss-20b and
@@ -138,6 +145,29 @@ QUANTIZED_GROUPED = {  # most pairs an expert, on average -> candidates
         _grouped(64, (128, 128, 3, 8), (128, 128, 3, 8)),
     ),
 }
+# Of weights with 4 bits in registers: rows of a weight that a program reads, warps, steps loaded ahead.
+MMA_SUMS = (
+    ExpertConfig("mma_sums", (32, 4, 2), (16, 16, 1), 16),
+    ExpertConfig("mma_sums", (32, 8, 2), (16, 8, 2), 16),
+    ExpertConfig("mma_sums", (16, 8, 1), (16, 8, 1), 16),
+    ExpertConfig("mma_sums", (32, 8, 1), (32, 8, 1), 16),
+    ExpertConfig("mma_sums", (16, 4, 2), (16, 4, 2), 16),
+)
+MMA = {  # most pairs an expert, on average -> candidates
+    4.0: (
+        _mma(8, (32, 4, 2), (32, 2, 2)),
+        _mma(8, (64, 4, 1), (64, 2, 1)),
+        _mma(8, (32, 4, 1), (32, 4, 1)),
+        _mma(16, (32, 4, 1), (32, 4, 1)),
+    ),
+    32.0: (
+        _mma(16, (64, 2, 1), (64, 2, 1)),
+        _mma(16, (32, 2, 1), (32, 2, 1)),
+        _mma(16, (64, 4, 1), (64, 4, 1)),
+        _mma(16, (32, 4, 1), (32, 4, 1)),
+    ),
+}
+MOST_MMA_PAIRS = 16  # an expert, on average, up to which these come first: tiles of more read a weight several times
 QUANTIZED_BATCH_INVARIANT = _grouped(32, (64, 128, 3, 4), (64, 128, 3, 4))
 TUNED_PREFILL_ROWS = (512, 1024, 2048, 4096, 8192)  # measured beside the rows of decode steps
 MOST_DISTANCE = 1.5  # a config serves numbers of rows that differ from the measured one by at most this factor
@@ -147,14 +177,22 @@ def candidates(shape: ExpertShape, rows: int) -> tuple[ExpertConfig, ...]:
     """The configs to measure. The first one is used until then."""
     pairs, is_quantized = rows * shape.top_k / shape.num_experts, shape.form != DENSE
     lists = QUANTIZED_GROUPED if is_quantized else GROUPED
-    grouped = next(some for most, some in lists.items() if pairs <= most)
-    if rows == 1 or (1 < rows <= MOST_SKINNY_ROWS and pairs <= MOST_SKINNY_PAIRS):
-        if is_quantized:
-            return QUANTIZED_SKINNY + grouped
-        return next(some for most, some in SKINNY.items() if shape.inner <= most) + grouped
+    grouped = _of_number(pairs, lists)
+    is_skinny = rows == 1 or (1 < rows <= MOST_SKINNY_ROWS and pairs <= MOST_SKINNY_PAIRS)
+    if shape.takes_mma and pairs <= max(MMA):
+        mma = _of_number(pairs, MMA)
+        if is_skinny:
+            return MMA_SUMS + mma[:1] + QUANTIZED_SKINNY[:1] + grouped[:1]
+        return mma + grouped[:2] if pairs <= MOST_MMA_PAIRS else grouped[:2] + mma
+    if is_skinny:
+        return (QUANTIZED_SKINNY if is_quantized else _of_number(shape.inner, SKINNY)) + grouped
     if shape.takes_prefill and pairs >= FEWEST_PREFILL_PAIRS:
         return PREFILL + grouped
     return grouped
+
+
+def _of_number(number: float, lists: Mapping[float, tuple[ExpertConfig, ...]]) -> tuple[ExpertConfig, ...]:
+    return next(some for most, some in lists.items() if number <= most)
 
 
 def batch_invariant(shape: ExpertShape) -> ExpertConfig:
@@ -177,6 +215,6 @@ def pick(shape: ExpertShape, rows: int, measured: Mapping[int, ExpertConfig]) ->
 
 
 def pick_unfused(shape: ExpertShape, rows: int, measured: Mapping[int, ExpertConfig]) -> ExpertConfig:
-    """As `pick`, of the kernels that return the product of each pair of a row and an expert."""
+    """As `pick`, of the kernels that return the product of each pair of a row and an expert, for any weight."""
     config = pick(shape, rows, measured)
-    return next(one for one in (config, *candidates(shape, rows)) if one.kernel != "skinny")
+    return next(one for one in (config, *candidates(shape, rows)) if one.kernel in ("grouped", "prefill"))

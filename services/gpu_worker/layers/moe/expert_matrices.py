@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from blockyard.kernels.lora.adapter_table import AdapterTiles
 from blockyard.services.gpu_worker.layers.linear import make_spec
 from blockyard.services.gpu_worker.loading.linear_spec import ExpertSpec, LinearSpec, part
 from blockyard.services.gpu_worker.quantization.method import ExpertMethod
@@ -19,11 +20,11 @@ class AdaptedExperts(Protocol):
     def is_active(self) -> bool:
         """Whether a row of this step has an adapter."""
 
-    def add_to(self, out: Tensor, x: Tensor, experts: Tensor, weights: Tensor | None) -> None:
+    def add_to(self, out: Tensor, x: Tensor, experts: Tensor, weights: Tensor | None, tiles: AdapterTiles) -> None:
         """Adds to out [pairs, outputs] the products of x [rows or pairs, in], in place.
 
         experts [rows, top_k] int32: of each row, from the rank's first one; a pair is one of them with its row. weights
-        [rows, top_k] float32 multiply what is added; None: nothing does.
+        [rows, top_k] float32 multiply what is added; None: nothing does. tiles: the pairs by expert.
         """
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.experts_skinny import SkinnyTiling, down_skinny, gate_up_skinny
+from blockyard.kernels.moe.four_bits.experts_mma import MmaTiling, grouped_mma, mma_form, row_sums
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.grouped_linear import GroupedTiling, grouped_linear
 from blockyard.kernels.moe.grouped_linear_prefill import PrefillTiling, fits, grouped_linear_prefill
@@ -14,6 +15,7 @@ from blockyard.kernels.moe.map_experts import ExpertMap
 from blockyard.kernels.moe.quantized_grouped import grouped_quantized, takes_codes
 from blockyard.kernels.moe.quantized_skinny import NO_ROUNDING, can_round, down_quantized, gate_up_quantized
 from blockyard.kernels.moe.round_rows import round_rows
+from blockyard.kernels.programmatic_launch import supports_pdl
 from blockyard.kernels.quantized.packed_weights import ExpertRounding
 from blockyard.services.gpu_worker.quantization.dense import FORM, UnquantizedExperts
 from blockyard.services.gpu_worker.quantization.kept.form import KeptExperts
@@ -36,6 +38,10 @@ class ExpertProduct(Protocol):
         """Whether `prefill` multiplies it."""
 
     @property
+    def takes_mma(self) -> bool:
+        """Whether `mma` and `row_sums` multiply it."""
+
+    @property
     def device(self) -> torch.device:
         """Of the weight, which may be in host memory."""
 
@@ -55,12 +61,18 @@ class ExpertProduct(Protocol):
     def prefill(self, x: Tensor, mapped: ExpertMap, num_pairs: int, tiling: PrefillTiling, **options: Any) -> Tensor:
         """See `grouped_linear_prefill`."""
 
+    def mma(self, x: Tensor, mapped: ExpertMap | Tensor, num_pairs: int, tiling: MmaTiling, **options: Any) -> Tensor:
+        """See `grouped_mma`."""
+
+    def row_sums(self, x: Tensor, experts: Tensor, tiling: MmaTiling, **options: Any) -> Tensor:
+        """See `row_sums`."""
+
 
 class DenseProduct:
     """Implements `ExpertProduct` for weights in the dtype of the model."""
 
     form = FORM
-    rounds_inputs = False
+    rounds_inputs = takes_mma = False
 
     def __init__(self, method: UnquantizedExperts) -> None:
         self._weight, self._bias = method.weight, method.bias
@@ -82,6 +94,12 @@ class DenseProduct:
     def prefill(self, x: Tensor, mapped: ExpertMap, num_pairs: int, tiling: PrefillTiling, **options: Any) -> Tensor:
         return grouped_linear_prefill(x, self._weight, mapped, num_pairs, tiling, bias=self._bias, **options)
 
+    def mma(self, x: Tensor, mapped: ExpertMap | Tensor, num_pairs: int, tiling: MmaTiling, **options: Any) -> Tensor:
+        raise NotImplementedError  # see `takes_mma`
+
+    def row_sums(self, x: Tensor, experts: Tensor, tiling: MmaTiling, **options: Any) -> Tensor:
+        raise NotImplementedError
+
 
 class QuantizedProduct:
     """Implements `ExpertProduct` for weights in a kept form. Inputs in groups that kernels do not know are rounded by
@@ -95,6 +113,9 @@ class QuantizedProduct:
         self._method, self._bias, self.device = method, method.bias, self._weights.codes.device
         self._takes_codes = takes_codes(self._weights, self._rounding)
         self.rounds_inputs = self._rounding.kind != 0
+        has_mma = supports_pdl(self.device) and not self.rounds_inputs  # instructions of compute capability 9.0
+        self._mma = mma_form(self._weights, method.dtype) if has_mma else None
+        self.takes_mma = self._mma is not None
         inputs = f"-inputs-{self._rounding.kind.name.lower()}" if self.rounds_inputs else ""
         self.form = f"{method.form}-{self._weights.key}{inputs}"
 
@@ -131,6 +152,14 @@ class QuantizedProduct:
 
     def prefill(self, x: Tensor, mapped: ExpertMap, num_pairs: int, tiling: PrefillTiling, **options: Any) -> Tensor:
         raise NotImplementedError  # see `takes_prefill`
+
+    def mma(self, x: Tensor, mapped: ExpertMap | Tensor, num_pairs: int, tiling: MmaTiling, **options: Any) -> Tensor:
+        assert self._mma is not None
+        return grouped_mma(x, self._weights, self._mma, mapped, num_pairs, tiling, bias=self._bias, **options)
+
+    def row_sums(self, x: Tensor, experts: Tensor, tiling: MmaTiling, **options: Any) -> Tensor:
+        assert self._mma is not None
+        return row_sums(x, self._weights, self._mma, experts, tiling, bias=self._bias, **options)
 
 
 def find_product(method: ExpertMethod) -> ExpertProduct:

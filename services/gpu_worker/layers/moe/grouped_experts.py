@@ -11,6 +11,7 @@ from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.combine_experts import combine_experts
 from blockyard.kernels.moe.experts_skinny import SkinnyTiling
 from blockyard.kernels.moe.few_rows import MAX_ROWS
+from blockyard.kernels.moe.four_bits.experts_mma import MmaTiling
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.grouped_linear import GroupedTiling
 from blockyard.kernels.moe.grouped_linear_prefill import PrefillTiling
@@ -48,7 +49,8 @@ class GroupedExperts:
         self._adaptable = AdaptableExperts(weights, self._num_own, gate, *both)
         self._methods = weights.gate_up, weights.down
         self._numbers = [one for method in self._methods for one in method.numbers()]
-        self.shape = ExpertShape(self._num_own, routing.top_k, hidden, inner, takes_prefill, form)
+        takes_mma = self.is_on_device and all(one.takes_mma for one in both)
+        self.shape = ExpertShape(self._num_own, routing.top_k, hidden, inner, takes_prefill, form, takes_mma)
         self._measured: Mapping[int, ExpertConfig] = {}
         self._invariant = expert_configs.batch_invariant(self.shape)
 
@@ -120,6 +122,9 @@ class GroupedExperts:
         norm: RMSNorm | None,
     ) -> Tensor | None:
         """load: see `LayerLoad`; None: not counted."""
+        if config.kernel == "mma_sums" and self.places is None:  # a row's experts are different ones
+            total = self._sum_mma(config, x, experts, weights, shared, load, residual)
+            return total if residual is None else None
         if config.kernel == "skinny":
             if self.places is not None:
                 experts, weights = of_rank(experts, weights, self.places)
@@ -154,6 +159,31 @@ class GroupedExperts:
         tiling = SkinnyTiling(*config.down)
         return self._down.down(inner, experts, tiling, scale=last, shared=shared, add_to=residual)
 
+    def _sum_mma(
+        self,
+        config: ExpertConfig,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        shared: Tensor | None,
+        load: Tensor | None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        """As `_sum_skinny`, without a norm."""
+        first, last = self._scales(weights)
+        inner = self._gate_up.mma(
+            x,
+            experts,
+            experts.numel(),
+            MmaTiling(*config.gate_up),
+            gate=self._gate,
+            scale=first,
+            scale_first=self._scales_input,
+            loads=load,
+        )
+        tiling = MmaTiling(*config.down)
+        return self._down.row_sums(inner, experts, tiling, scale=last, shared=shared, add_to=residual)
+
     def _multiply(
         self, config: ExpertConfig, x: Tensor, experts: Tensor, weights: Tensor, load: Tensor | None
     ) -> Tensor:
@@ -178,17 +208,13 @@ class GroupedExperts:
     ) -> Tensor:
         """mapped: of the pairs, or their experts, of which the first product then counts how often they are chosen."""
         first, last = self._scales(weights)
-        inner = self._gate_up.grouped(
-            x,
-            mapped,
-            num_pairs,
-            GroupedTiling(*config.gate_up),
-            gate=self._gate,
-            scale=first,
-            scale_first=self._scales_input,
-            loads=load,
-        )
-        return self._down.grouped(inner, mapped, num_pairs, GroupedTiling(*config.down), scale=last)
+        options = {"gate": self._gate, "scale": first, "scale_first": self._scales_input, "loads": load}
+        if config.kernel == "grouped":
+            tiling = GroupedTiling(*config.gate_up)
+            inner = self._gate_up.grouped(x, mapped, num_pairs, tiling, **options)
+            return self._down.grouped(inner, mapped, num_pairs, GroupedTiling(*config.down), scale=last)
+        inner = self._gate_up.mma(x, mapped, num_pairs, MmaTiling(*config.gate_up), **options)
+        return self._down.mma(inner, mapped, num_pairs, MmaTiling(*config.down), scale=last)
 
     def _multiply_many(
         self, config: ExpertConfig, x: Tensor, mapped: ExpertMap, num_pairs: int, weights: Tensor

@@ -1,7 +1,9 @@
 """Adapters in the memory of a device.
 
-- `packed_adapter` moves the matrices of an adapter into host memory that the device copies from, in one run, and writes
-  down where each one begins.
+- `adapter_pages`: which adapter has which pages of the memory, and where matrices lie in them.
+- `place_sizes`: what a place must hold at most.
+- `packed_adapter` moves the matrices of an adapter into host memory that the device copies from, page by page, and
+  writes down where each one begins.
 - `device_places.DevicePlaces` has the places, into which it copies adapters on a stream beside that of the steps.
 - `device_products` adds the products of adapters to those of layers: it calls kernels with the tables of a layer.
 

@@ -1,23 +1,24 @@
 """The places of adapters in a device's memory.
 
-A place is a part of one tensor, as large as an adapter may be. An adapter's matrices lie in it one behind the other, as
-they do in host memory, and tables say where each one begins.
+Memory is one tensor, divided into pages (`adapter_pages`), as many as all places need if each has the largest adapter.
+A place is its row of the tables, which say where each matrix of its adapter begins.
 """
 
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from blockyard.kernels.lora.adapter_table import NO_OFFSET, OFFSETS, AdapterTable
+from blockyard.kernels.lora.adapter_table import ALIGNED, NO_OFFSET, OFFSETS, AdapterTable
 from blockyard.kernels.lora.adapter_tokens import COLUMNS, AdapterTokens
 from blockyard.services.gpu_worker.host_link import HostLink
-from blockyard.services.gpu_worker.layers.embedding import HEAD
 from blockyard.services.gpu_worker.layers.latent.up_projection import UpProjection
 from blockyard.services.gpu_worker.layers.moe.expert_matrices import AdaptableExpert
+from blockyard.services.gpu_worker.lora.device.adapter_pages import AdapterPages, PageLayout
 from blockyard.services.gpu_worker.lora.device.device_products import (
     AdapterKernels,
     DeviceAdaptedEmbedding,
@@ -32,15 +33,16 @@ from blockyard.services.gpu_worker.lora.device.packed_adapter import (
     PackedAdapter,
     PackedEntries,
     PackedTokens,
-    aligned,
+    addresses,
+    counts_of,
     pack_tokens,
-    total_size,
+    token_counts,
 )
-from blockyard.services.gpu_worker.lora.module_tensors import EXPERTS, last_name
+from blockyard.services.gpu_worker.lora.device.place_sizes import TokenSizes, has_place, largest_counts, place_layout
+from blockyard.services.gpu_worker.lora.module_tensors import EXPERTS
 from blockyard.services.gpu_worker.lora.places import HostAdapter
-from blockyard.services.gpu_worker.lora.ranks.layer_share import LayerShare
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
-from blockyard.services.gpu_worker.lora.targets import AdaptedLayer, ModelTargets, adapted_layers, layer_shares
+from blockyard.services.gpu_worker.lora.targets import Delta, adapted_layers, layer_shares
 from blockyard.services.gpu_worker.lora.token_rows import EmbeddingDelta, TokenDeltas
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.shared.errors import AdapterError
@@ -65,11 +67,14 @@ class DevicePlaces:
         self._layers, self._shares = adapted_layers(model), layer_shares(model, fully_sharded=limits.fully_sharded)
         self._has_place = [has_place(layer, limits) for layer in self._layers]
         self._tokens = TokenSizes(model, limits)
-        self._place_size = place_size(self._layers, self._shares, limits) + self._tokens.place_size(limits)
-        self._memory = torch.zeros(num_places * self._place_size, dtype=limits.dtype, device=device)
+        counts = [*largest_counts(self._layers, self._shares, limits), *self._tokens.counts(limits)]
+        self._largest = place_layout(counts, limits.dtype.itemsize)
+        self._page_size, num_pages = self._largest.page_size, num_places * self._largest.num_pages
+        self._pages = AdapterPages(num_pages)
+        self._memory = torch.zeros(num_pages * self._page_size, dtype=limits.dtype, device=device)
         # of a place: those of a layer side by side
-        counts = [len(share.sizes) * has for share, has in zip(self._shares, self._has_place, strict=True)]
-        self._firsts = np.concatenate([[0], np.cumsum(counts)]).tolist()
+        num_entries = [len(share.sizes) * has for share, has in zip(self._shares, self._has_place, strict=True)]
+        self._firsts = np.concatenate([[0], np.cumsum(num_entries)]).tolist()
         entries = (num_places, self._firsts[-1])
         self._offsets = torch.full((*entries, OFFSETS), NO_OFFSET, dtype=torch.int64, device=device)
         self._ranks = torch.zeros(entries, dtype=torch.int32, device=device)
@@ -77,6 +82,10 @@ class DevicePlaces:
         self._embedding = self._token_table(self._tokens.most_embedding) if self._tokens.has_embedding else None
         self._head = self._token_table(limits.max_rows) if self._tokens.head_layer is not None else None
         self._added = self._token_table(self._tokens.num_extra) if self._tokens.num_extra else None
+        self._batch_invariant = any(linear.is_batch_invariant for linear in model.linears())
+        if kernels.tile_rows is not None:
+            tile_rows = partial(kernels.tile_rows, num_places=num_places, batch_invariant=self._batch_invariant)
+            self._rows.tile_rows = tile_rows
         self._copier = ThreadPoolExecutor(1, "adapters")  # to pinned memory, while steps go on
         self._copies = link.stream()
         self._copied = self._copies.event()
@@ -94,28 +103,27 @@ class DevicePlaces:
         tokens = adapter.tokens or TokenDeltas()
         embedding = tokens.embedding if tokens.embedding is not None and self._embedding is not None else None
         embedding, (head, added) = embedding or EmbeddingDelta(), self._head_rows(tokens)
-        deltas = [delta for of_layer in adapter.deltas.values() for delta in of_layer]
         matrices = None if embedding.a is None or embedding.b is None else (embedding.a, embedding.b)
         rows = [] if embedding.rows is None else [(embedding.rows.token_ids, embedding.rows.values)]
-        of_tokens = [*(values for _, values in (*rows, *head, *added)), *(matrices or ())]
-        total = total_size(iter([*(one for delta in deltas for one in delta.tensors()), *of_tokens]))
-        self._check_room(adapter, total)
-        packer, entries = AdapterPacker(self._link, self._dtype, total), PackedEntries(self._firsts[-1])
-        for layer, of_layer in adapter.deltas.items():
-            share = self._shares[layer]
-            for delta in of_layer:
-                part = share.starts.index(delta.start)
-                entries.set(self._firsts[layer] + part, share.sizes[part:], delta, packer)
+        of_tokens = ((rows, matrices), (head, None), (added, None))
+        placed = [self._entries(layer, adapter.deltas[layer]) for layer in sorted(adapter.deltas)]
+        counts = [one for of in placed for _, sizes, delta in of for one in counts_of(delta, sizes)]
+        self._check_room(adapter, [*counts, *(one for own in of_tokens for one in token_counts(*own))])
+        packer, entries = AdapterPacker(self._link, self._dtype, self._page_size), PackedEntries(self._firsts[-1])
+        for of_layer in placed:
+            for entry, sizes, delta in of_layer:
+                entries.set(entry, sizes, delta, packer)
             yield True
         tables: list[PackedTokens | None] = []
-        for table, own, pair in zip(self._tables, (rows, head, added), (matrices, None, None), strict=True):
+        for table, (own, pair) in zip(self._tables, of_tokens, strict=True):
             most = 0 if table is None else table.token_ids.shape[1]
             packed = pack_tokens(own, pair, most, packer, self._link)
             tables.append(None if table is None else packed)
         copied = self._copier.submit(packer.copy)
         while not copied.done():
             yield False
-        of_device = PackedAdapter(copied.result(), *entries.on_host(self._link), *tables)
+        num_pages, of_entries = packer.layout.num_pages, entries.on_host(self._link)
+        of_device = PackedAdapter(num_pages, copied.result(), *of_entries, *tables)
         kept = None if adapter.tokens is None else TokenDeltas(num_added=tokens.num_added)
         return replace(adapter, deltas={}, tokens=kept, packed=of_device)
 
@@ -127,24 +135,37 @@ class DevicePlaces:
     @torch.inference_mode()  # as the memory was made
     def put(self, place: int, adapter: HostAdapter) -> None:
         """Copies beside the steps in flight, none of which reads the place. Later ones wait for the copies."""
-        packed = adapter.packed
+        packed, size = adapter.packed, self._page_size
         assert 0 <= place < self.num_places and packed is not None
+        pages, has_bytes = self._pages.place(place, adapter.digest, packed.num_pages)
         with self._copies.use():
-            end = place * self._place_size
-            for chunk in packed.chunks:
-                self._memory[end : end + len(chunk)].copy_(chunk, non_blocking=True)
-                end += len(chunk)
-            self._offsets[place].copy_(packed.offsets, non_blocking=True)
+            self._send(self._offsets[place], addresses(packed.offsets, pages, size))
             self._ranks[place].copy_(packed.ranks, non_blocking=True)
             self._own_ranks[place].copy_(packed.own_ranks, non_blocking=True)
             for table, own in zip(self._tables, (packed.embedding, packed.head, packed.added), strict=True):
                 if table is not None and own is not None:
-                    table.columns[place].copy_(own.columns, non_blocking=True)
+                    self._send(table.columns[place], own.columns_at(pages, size))
                     table.token_ids[place].copy_(own.token_ids, non_blocking=True)
+            for chunk in () if has_bytes else packed.chunks:
+                number, within = divmod(chunk.first, size)
+                begin = pages[number] * size + within
+                self._memory[begin : begin + len(chunk.values)].copy_(chunk.values, non_blocking=True)
         self._copied.record()
         self._copied.hold_steps()
 
-    def _check_room(self, adapter: HostAdapter, total: int) -> None:
+    def _send(self, target: Tensor, values: Tensor) -> None:
+        target.copy_(self._link.host_tensor(values.shape, values.dtype).copy_(values), non_blocking=True)
+
+    def _entries(self, layer: int, deltas: Sequence[Delta]) -> list[tuple[int, Sequence[int], Delta]]:
+        """Deltas in the order of `largest_counts`, each with the entry of its first part, and the outputs of that part
+        and of those behind it."""
+        share, found = self._shares[layer], list[tuple[int, Sequence[int], Delta]]()
+        for delta in sorted(deltas, key=lambda one: one.start):
+            part = share.starts.index(delta.start)
+            found.append((self._firsts[layer] + part, share.sizes[part:], delta))
+        return found
+
+    def _check_room(self, adapter: HostAdapter, counts: Sequence[int]) -> None:
         for layer in adapter.deltas:
             if not self._has_place[layer]:
                 name = self._layers[layer].spec.parts[0].name
@@ -152,8 +173,12 @@ class DevicePlaces:
                     f"the adapter changes {name}, for which places on the device have no room: give an adapter of "
                     f"experts in --lora-modules, or name {EXPERTS} in --lora-target-modules"
                 )
-        if total > self._place_size:
-            size, most = (one * self._dtype.itemsize / MIB for one in (total, self._place_size))
+        layout = PageLayout(self._page_size)
+        for count in counts:
+            layout.add(count)
+        if layout.num_pages > self._largest.num_pages or max(counts, default=0) > self._page_size:
+            of_place = self._largest.num_pages * self._page_size
+            size, most = (one * self._dtype.itemsize / MIB for one in (sum(counts), of_place))
             raise AdapterError(f"the adapter takes {size:.1f} MiB on the device, a place has {most:.1f} MiB")
 
     def _head_rows(self, tokens: TokenDeltas) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
@@ -199,71 +224,11 @@ class DevicePlaces:
             max(share.sizes),
             max_rank,
             self._own_ranks[:, of_layers] if share.sums_between else None,
-            self._place_size,
+            is_wide=not any(one % ALIGNED for one in (*share.starts, *share.sizes)),
+            batch_invariant=self._batch_invariant,
         )
 
     def _token_table(self, most: int) -> AdapterTokens:
         columns = torch.zeros((self.num_places, COLUMNS), dtype=torch.int64, device=self._device)
         ids = torch.full((self.num_places, most), -1, dtype=torch.int32, device=self._device)
-        return AdapterTokens(self._memory, self._place_size, columns, ids)
-
-
-class TokenSizes:
-    """What a place has for rows of tokens."""
-
-    def __init__(self, model: Model, limits: AdapterLimits) -> None:
-        stage, embedding, head = model.table.stage, model.adaptable.embedding, ModelTargets(model).find(HEAD)
-        self.has_embedding = embedding is not None and is_allowed(embedding.name, limits)
-        self.has_embedding = self.has_embedding and (stage is None or stage.is_first)
-        is_head = head is not None and is_allowed(head.name, limits)
-        self.head_layer = head.layer if head is not None and is_head else None
-        may_add = embedding is not None and is_allowed(embedding.name, limits)
-        # the leader has the logits of all ranks
-        self.num_extra = limits.max_rows if may_add and is_head and model.table.shard.rank == 0 else 0
-        has_last = embedding is not None and embedding.own_tokens.stop == embedding.vocab_size
-        self._most_added = limits.max_rows if has_last else 0  # rows of the embedding behind the vocabulary
-        self.most_embedding = limits.max_rows + self._most_added
-        self.vocab_size = model.shape.vocab_size
-        self._width = 0 if embedding is None else embedding.weight.shape[1]
-        self._head_width = 0 if head is None else adapted_layers(model)[head.layer].spec.in_features
-        self._num_tokens = 0 if embedding is None else len(embedding.own_tokens)
-
-    def place_size(self, limits: AdapterLimits) -> int:
-        """Elements of the most rows and the largest matrices."""
-        total = 0
-        if self.has_embedding:
-            total += aligned(self.most_embedding * self._width) + aligned(limits.max_rank * self._width)
-            total += aligned(limits.max_rank * (self._num_tokens + self._most_added))
-        if self.head_layer is not None:
-            total += aligned(limits.max_rows * self._head_width) + aligned(self.num_extra * self._head_width)
-        return total
-
-
-def is_allowed(name: str, limits: AdapterLimits) -> bool:
-    return not limits.target_modules or last_name(name) in limits.target_modules
-
-
-def has_place(layer: AdaptedLayer, limits: AdapterLimits) -> bool:
-    """Whether an adapter may change a layer. Experts take much memory, and only if they are asked for."""
-    if isinstance(layer, AdaptableExpert) and EXPERTS in limits.target_modules:
-        return True
-    if isinstance(layer, AdaptableExpert) and not limits.target_modules:
-        return limits.with_experts
-    return any(is_allowed(one.name, limits) for one in layer.spec.parts)
-
-
-def place_size(layers: Sequence[AdaptedLayer], shares: Sequence[LayerShare], limits: AdapterLimits) -> int:
-    """Elements of the largest adapter that may be placed, of a rank, without rows of tokens."""
-    total = 0
-    for layer, share in zip(layers, shares, strict=True):
-        if has_place(layer, limits):
-            for one, size in zip(layer.spec.parts, share.sizes, strict=True):
-                if isinstance(layer, AdaptableExpert) or is_allowed(one.name, limits):
-                    total += _largest(size, share, limits)
-    return total
-
-
-def _largest(size: int, share: LayerShare, limits: AdapterLimits) -> int:
-    bias = aligned(size) if limits.with_bias else 0
-    own_rank = max(-(-limits.max_rank // share.num_shrunk), 1)
-    return aligned(own_rank * len(share.inputs)) + aligned(limits.max_rank * size) + bias
+        return AdapterTokens(self._memory, columns, ids)

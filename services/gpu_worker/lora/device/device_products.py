@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from blockyard.kernels.lora.adapter_table import AdapterTable, Between
+from blockyard.kernels.lora.adapter_table import AdapterTable, AdapterTiles, Between
 from blockyard.kernels.lora.adapter_tokens import AdapterTokens
 from blockyard.services.gpu_worker.layers.adapter_rows import AdapterRows
 
@@ -25,7 +25,14 @@ class AddAdapters(Protocol):
         between: Between | None = None,
         experts: Tensor | None = None,
         weights: Tensor | None = None,
+        tiles: AdapterTiles | None = None,
     ) -> None: ...
+
+
+class TileRows(Protocol):
+    """See `kernels.lora.adapter_tiles`."""
+
+    def __call__(self, places: Tensor, num_places: int, *, batch_invariant: bool = False) -> AdapterTiles: ...
 
 
 class AddToHeads(Protocol):
@@ -43,6 +50,7 @@ class AdapterKernels(NamedTuple):
     add_to_heads: AddToHeads
     adapt_embeddings: Callable[[Tensor, Tensor, Tensor, AdapterTokens], None]  # see `kernels.lora.adapt_embeddings`
     replace_logits: Callable[[Tensor, Tensor, AdapterTokens, Tensor], None]  # see `kernels.lora.replace_logits`
+    tile_rows: TileRows | None = None  # None: `add` needs no tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +70,7 @@ class DeviceAdaptedRows:
         return self.rows.only(rows)
 
     def add_to(self, out: Tensor, x: Tensor) -> Tensor:
-        self.kernels.add(x, self.rows.places, self.table, out, self.between)
+        self.kernels.add(x, self.rows.places, self.table, out, self.between, tiles=self.rows.tiles)
         return out
 
 
@@ -132,8 +140,8 @@ class DeviceAdaptedExperts:
     def is_active(self) -> bool:
         return self.rows.is_active
 
-    def add_to(self, out: Tensor, x: Tensor, experts: Tensor, weights: Tensor | None) -> None:
-        self.kernels.add(x, self.rows.places, self.table, out, experts=experts, weights=weights)
+    def add_to(self, out: Tensor, x: Tensor, experts: Tensor, weights: Tensor | None, tiles: AdapterTiles) -> None:
+        self.kernels.add(x, self.rows.places, self.table, out, experts=experts, weights=weights, tiles=tiles)
 
 
 @dataclass(frozen=True, slots=True)

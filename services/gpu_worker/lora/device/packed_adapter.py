@@ -1,19 +1,20 @@
 """An adapter in host memory from which a device copies, and where its matrices begin."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from blockyard.kernels.lora.adapter_table import NO_OFFSET, OFFSETS
+from blockyard.kernels.lora.adapter_table import ALIGNED, NO_OFFSET, OFFSETS
 from blockyard.kernels.lora.adapter_tokens import COLUMNS
 from blockyard.services.gpu_worker.host_link import HostLink
+from blockyard.services.gpu_worker.lora.device.adapter_pages import PageLayout, aligned
 from blockyard.services.gpu_worker.lora.targets import Delta
 
-ALIGNED = 16  # elements; matrices begin at such places, for wide loads
 CHUNK_BYTES = 8 << 20  # pinned at once: pinning takes about as long as copying, and no step is launched meanwhile
+TOKEN_ADDRESSES = [1, 3, 4]  # of the columns of `AdapterTokens`
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +24,30 @@ class PackedTokens:
     columns: Tensor  # [COLUMNS] int64
     token_ids: Tensor  # [most rows] int32
 
+    def columns_at(self, pages: Sequence[int], page_size: int) -> Tensor:
+        """The columns of an adapter in these pages of a device."""
+        found = self.columns.clone()
+        found[TOKEN_ADDRESSES] = addresses(found[TOKEN_ADDRESSES], pages, page_size)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class PackedChunk:
+    """Some of an adapter's elements, all of one page."""
+
+    first: int
+    values: Tensor  # [elements]
+
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
-    """The matrices of an adapter one behind the other, and its rows of the tables. All tensors are the host's."""
+    """The matrices of an adapter as they lie in its pages, and its rows of the tables. All tensors are the host's.
 
-    chunks: Sequence[Tensor]  # [elements], in order
+    Elements are counted from the begin of the first page.
+    """
+
+    num_pages: int
+    chunks: Sequence[PackedChunk]
     offsets: Tensor  # [entries, OFFSETS] int64, see `AdapterTable`
     ranks: Tensor  # [entries] int32
     own_ranks: Tensor  # [entries, 2] int32
@@ -38,7 +57,7 @@ class PackedAdapter:
 
     @property
     def size_bytes(self) -> int:
-        return sum(chunk.nbytes for chunk in self.chunks)
+        return sum(chunk.values.nbytes for chunk in self.chunks)
 
 
 class AdapterPacker:
@@ -47,32 +66,37 @@ class AdapterPacker:
     A thread may `copy`: it copies a chunk in one call, which leaves the interpreter to the steps.
     """
 
-    def __init__(self, link: HostLink, dtype: torch.dtype, total: int) -> None:
-        """total: elements of all, each `aligned`."""
-        self._link, self._dtype, self._total, self._end = link, dtype, total, 0
-        self._chunk_size = CHUNK_BYTES // dtype.itemsize
-        self._pieces: list[list[Tensor]] = [[] for _ in range(-(-total // self._chunk_size))]  # of each chunk
+    def __init__(self, link: HostLink, dtype: torch.dtype, page_size: int) -> None:
+        self.layout = PageLayout(page_size)
+        self._link, self._dtype, self._chunk_size = link, dtype, CHUNK_BYTES // dtype.itemsize
+        self._pieces: list[tuple[int, list[Tensor]]] = []  # of each chunk, with its first element
+        self._end = 0
+        self._room = 0  # of the last chunk
         self._gap = torch.zeros(ALIGNED, dtype=dtype)
 
     def add(self, tensor: Tensor) -> int:
         """Puts a tensor behind the others. Returns its first element."""
-        first, count = self._end, tensor.numel()
+        count = tensor.numel()
+        first = self.layout.add(count)
+        if first != self._end or first % self.layout.page_size == 0:
+            self._end, self._room = first, 0
         for part in (tensor.flatten(), self._gap[: aligned(count) - count]):
             done = 0
             while done < len(part):
-                number, start = divmod(self._end, self._chunk_size)
-                step = min(len(part) - done, self._chunk_size - start)
-                self._pieces[number].append(part[done : done + step])
-                done, self._end = done + step, self._end + step
+                if not self._room:
+                    self._pieces.append((self._end, []))
+                    self._room = self._chunk_size
+                step = min(len(part) - done, self._room)
+                self._pieces[-1][1].append(part[done : done + step])
+                done, self._end, self._room = done + step, self._end + step, self._room - step
         return first
 
-    def copy(self) -> list[Tensor]:
+    def copy(self) -> list[PackedChunk]:
         """Returns the chunks, once all tensors are there."""
-        assert self._end == self._total, f"{self._end} elements of {self._total}"
-        chunks: list[Tensor] = []
-        for pieces in self._pieces:
-            chunk = self._link.host_tensor((sum(map(len, pieces)),), self._dtype)
-            chunks.append(torch.cat(pieces, out=chunk))
+        chunks: list[PackedChunk] = []
+        for first, pieces in self._pieces:
+            values = self._link.host_tensor((sum(map(len, pieces)),), self._dtype)
+            chunks.append(PackedChunk(first, torch.cat(pieces, out=values)))
             pieces.clear()
         return chunks
 
@@ -87,21 +111,33 @@ class PackedEntries:
     def set(self, first: int, sizes: Sequence[int], delta: Delta, packer: AdapterPacker) -> None:
         """first: the entry of the delta's first part. sizes: outputs of that part and of those behind it, of which a
         stack of experts changes several."""
-        a, b, bias = (None if one is None else packer.add(one) for one in (delta.a, delta.b, delta.bias))
-        done = 0
-        for entry, size in enumerate(sizes, first):
-            if done == delta.size:
-                break
+        a = NO_OFFSET if delta.a is None else packer.add(delta.a)
+        for entry, (b, bias) in enumerate(_of_parts(delta, sizes), first):
             self._ranks[entry] = delta.rank
             self._own_ranks[entry] = delta.own_start, 0 if delta.a is None else len(delta.a)
-            for i, (at, step) in enumerate(((a, 0), (b, delta.rank), (bias, 1))):
-                if at is not None:
-                    self._offsets[entry, i] = at + done * step
-            done += size
-        assert done == delta.size, f"{delta.size} outputs are not those of whole parts"
+            self._offsets[entry] = a, *(NO_OFFSET if one is None else packer.add(one) for one in (b, bias))
 
     def on_host(self, link: HostLink) -> tuple[Tensor, Tensor, Tensor]:
         return on_host(self._offsets, link), on_host(self._ranks, link), on_host(self._own_ranks, link)
+
+
+def counts_of(delta: Delta, sizes: Sequence[int]) -> list[int]:
+    """Elements of each matrix of a delta, in the order of `PackedEntries.set`."""
+    found = [delta.a, *(one for of_part in _of_parts(delta, sizes) for one in of_part)]
+    return [one.numel() for one in found if one is not None]
+
+
+def _of_parts(delta: Delta, sizes: Sequence[int]) -> list[tuple[Tensor | None, Tensor | None]]:
+    """The rows of B and the bias of each part."""
+    found, done = list[tuple[Tensor | None, Tensor | None]](), 0
+    for size in sizes:
+        if done == delta.size:
+            break
+        b, bias = (None if one is None else one[done : done + size] for one in (delta.b, delta.bias))
+        found.append((b, bias))
+        done += size
+    assert done == delta.size, f"{delta.size} outputs are not those of whole parts"
+    return found
 
 
 def pack_tokens(
@@ -121,16 +157,23 @@ def pack_tokens(
     return PackedTokens(on_host(columns, link), on_host(ids, link))
 
 
+def token_counts(rows: Sequence[tuple[Tensor, Tensor]], matrices: tuple[Tensor, Tensor] | None) -> list[int]:
+    """Elements of what `pack_tokens` packs, in its order."""
+    found = [sum(values.numel() for _, values in rows)] if rows else []
+    return [*found, *(one.numel() for one in matrices or ())]
+
+
+def addresses(elements: Tensor, pages: Sequence[int], page_size: int) -> Tensor:
+    """Where elements of an adapter are on a device that has it in these pages.
+
+    elements: int64, `NO_OFFSET` for none.
+    """
+    of_pages = torch.tensor(pages or [0]) * page_size
+    own = elements.clamp(min=0)
+    return torch.where(elements < 0, elements, of_pages[own // page_size] + own % page_size)
+
+
 def on_host(values: "np.ndarray[tuple[int, ...], np.dtype[np.integer]]", link: HostLink) -> Tensor:
     """Copies numbers to memory that a device copies from."""
     tensor = torch.from_numpy(values)
     return link.host_tensor(tensor.shape, tensor.dtype).copy_(tensor)
-
-
-def aligned(count: int) -> int:
-    return -(-count // ALIGNED) * ALIGNED
-
-
-def total_size(tensors: Iterator[Tensor]) -> int:
-    """Elements that tensors take."""
-    return sum(aligned(one.numel()) for one in tensors)

@@ -1,11 +1,11 @@
 """Graphs of packed steps: padded steps have the numbers of eager ones. A fake graph computes again from its inputs."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from fake_capture import FakeCapture
 from packed_model import load_model
 from packed_plans import packed, rows_of
 from tiny_checkpoint import VOCAB
@@ -17,38 +17,10 @@ from blockyard.kernels.attention.packed.packed_attention import packed_attention
 from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.encoders.encoder_runner import EncoderRunner
-from blockyard.services.gpu_worker.execution.packed_graphs import PackedGraphs
+from blockyard.services.gpu_worker.execution.packed_graphs import text_graphs
 from blockyard.shared.messages import PackedPart, StepPlan
 
 RNG = np.random.default_rng(4)
-
-
-class FakeGraph:
-    """The output stays where it is, as that of a CUDA graph."""
-
-    def __init__(self, compute: Callable[[], Tensor], output: Tensor) -> None:
-        self.num_replays, self._compute, self._output = 0, compute, output
-
-    def replay(self) -> None:
-        self.num_replays += 1
-        self._output.copy_(self._compute())
-
-
-class FakeCapture:
-    def __init__(self) -> None:
-        self.graphs: list[FakeGraph] = []
-        self.problem = ""
-
-    def __call__(self, compute: Callable[[], Tensor]) -> tuple[FakeGraph, Tensor]:
-        if self.problem:
-            raise RuntimeError(f"{self.problem}\nmore")
-        output = compute().clone()
-        self.graphs.append(FakeGraph(compute, output))
-        return self.graphs[-1], output
-
-    @property
-    def num_replays(self) -> int:
-        return sum(graph.num_replays for graph in self.graphs)
 
 
 class ReferenceProduct:
@@ -71,7 +43,7 @@ def runner(tmp_path: Path) -> EncoderRunner:
 
 def with_graphs(runner: EncoderRunner, most_tokens: int = 256) -> FakeCapture:
     capture = FakeCapture()
-    graphs = PackedGraphs(runner.model, capture, ReferenceProduct, most_tokens=most_tokens, has_types=True)
+    graphs = text_graphs(runner.model, capture, ReferenceProduct, most_tokens=most_tokens, has_types=True)
     assert graphs.capture().startswith("CUDA graphs of packed steps: 8 of up to 256 tokens in ")
     runner.steps.graphs = graphs
     return capture
@@ -118,9 +90,9 @@ def test_token_types_of_a_step_do_not_stay(runner: EncoderRunner) -> None:
 def test_what_does_not_fit_is_eager(runner: EncoderRunner) -> None:
     capture = with_graphs(runner)
     run(runner, texts_of(100, 100, 60))  # 260 tokens
-    run(runner, texts_of(*[1] * 5))  # more texts than the graph of 16 tokens has room for
+    run(runner, texts_of(*[1] * 33))  # more texts than the graph of 256 tokens has room for
     assert not capture.num_replays
-    run(runner, texts_of(*[2] * 4))
+    run(runner, texts_of(*[1] * 32))
     assert capture.num_replays == 1
 
 
@@ -132,10 +104,10 @@ def test_results_do_not_change_with_the_next_step(runner: EncoderRunner) -> None
     assert graphs is not None
     ids, lengths = np.array(texts_of(8)[0]), np.array([8])
     with torch.inference_mode():
-        first = graphs.forward(ids, np.arange(8), None, lengths)
+        first = graphs.forward(ids, np.arange(8), lengths)
         assert first is not None
         before = first.clone()
-        graphs.forward(ids[::-1].copy(), np.arange(8), None, lengths)
+        graphs.forward(ids[::-1].copy(), np.arange(8), lengths)
     assert torch.equal(first, before)
 
 
@@ -152,6 +124,6 @@ def test_without_memory_all_steps_are_eager(tmp_path: Path) -> None:
     BY_NAME["bert"].save(tmp_path)
     capture = FakeCapture()
     capture.problem = "out of memory"
-    graphs = PackedGraphs(load_model(tmp_path), capture, ReferenceProduct, most_tokens=64, has_types=False)
+    graphs = text_graphs(load_model(tmp_path), capture, ReferenceProduct, most_tokens=64, has_types=False)
     assert graphs.capture() == "CUDA graphs of packed steps: none: out of memory"
-    assert graphs.forward(np.array([2]), np.array([0]), None, np.array([1])) is None
+    assert graphs.forward(np.array([2]), np.array([0]), np.array([1])) is None

@@ -16,6 +16,7 @@ from ties import Ties
 from tiny_models import BY_NAME, VOCAB, greedy_score, start
 from two_replicas import CAPACITY, TwoReplicas
 
+from blockyard.services.gpu_worker.execution.cuda.decode_graphs import DecodeSteps
 from blockyard.services.gpu_worker.parallel import expert_balance
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.config.services.worker import ExpertBalance
@@ -73,3 +74,18 @@ def test_tokens_are_those_of_one_replica(
     assert rows[0] == rows[1] and set(rows[0]) == set(graph_rows), "both replay graphs of one size"
     decodes = [pair for pair in agreed if all(one.is_decode for one in pair)]
     assert len(rows[0]) == (len(decodes) if graph_rows else 0), "and none beside a prompt"
+
+
+def test_a_prompt_of_fewer_tokens_than_sampled_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows that are sampled are padded, so that the last layer of experts has more of them than the others."""
+    folder, group = tmp_path / "model", tmp_path / "group"
+    group.mkdir()
+    BY_NAME["qwen3-moe"].save(folder)
+    monkeypatch.setattr(DecodeSteps, "padded_num_seqs", lambda steps, rows: CAPACITY)
+    alone, found = start(folder, max_num_seqs=CAPACITY), [list[Stream]() for _ in range(4)]
+    for streams_of_one, length in zip(found[:2], (3, 5), strict=True):
+        streams(streams_of_one, (length,), 4, 1, alone)
+    TwoReplicas(folder, group, alone.geometry).run(
+        *(partial(streams, some, (length,), 4, 1) for some, length in zip(found[2:], (3, 5), strict=True))
+    )
+    assert [one.output for some in found[:2] for one in some] == [one.output for some in found[2:] for one in some]

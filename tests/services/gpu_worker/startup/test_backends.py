@@ -98,6 +98,28 @@ def test_blocks_of_a_gpu(tmp_path: Path, small_gpu: CudaBackend, fields: dict[st
     assert plan.num_blocks == num_blocks
 
 
+@pytest.mark.parametrize(
+    ("fields", "has_latent", "graphs_mib"),
+    [
+        ({}, False, 1024 + 11 * 24),  # the activations of one step, and graphs of 11 sizes
+        ({"max_num_batched_tokens": 64}, False, 1024 + 3 * 24),
+        ({"enforce_eager": True}, False, 0),
+        ({"batch_invariant": True}, False, 0),
+        ({"cpu_offload_gib": 1.0}, False, 0),
+        ({"tensor_parallel_size": 2}, False, 0),
+        ({"expert_replicas": 2}, False, 0),
+        ({}, True, 0),
+    ],
+)
+def test_blocks_beside_the_graphs_of_a_model_that_pools(
+    tmp_path: Path, small_gpu: CudaBackend, fields: dict[str, Any], has_latent: bool, graphs_mib: int
+) -> None:
+    model: Any = SimpleNamespace(shape=SimpleNamespace(has_latent=has_latent))
+    given = {"num_gpu_blocks_override": None, "gpu_memory_utilization": 0.9, "task": "embed"} | fields
+    plan = small_gpu.plan_memory(model, NEED, torch.bfloat16, settings(tmp_path, **given), 128 << 20, generates=False)
+    assert plan.num_blocks == 9 * 1024 - 2 * 1024 - 1024 - graphs_mib - 128
+
+
 def test_more_kv_memory_than_a_gpu_has_left(tmp_path: Path, small_gpu: CudaBackend) -> None:
     config = settings(tmp_path, num_gpu_blocks_override=None, kv_cache_memory_bytes=7 * GIB)
     with pytest.raises(LoadError, match=f"there is room for {int(6.25 * GIB)}"):

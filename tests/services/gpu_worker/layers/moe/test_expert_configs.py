@@ -48,3 +48,14 @@ def test_a_measured_config_serves_numbers_of_rows_that_are_near() -> None:
         assert pick(QWEN3_30B, far, measured) == candidates(QWEN3_30B, far)[0]
     skinny = candidates(QWEN3_30B, 2)[1]
     assert pick(QWEN3_30B, 3, {2: skinny}) == candidates(QWEN3_30B, 3)[0], "these kernels are for few rows"
+
+
+def test_weights_of_4_bits_stay_in_registers_where_tiles_have_few_pairs() -> None:
+    shape = replace(QWEN3_30B, form="4 bits", takes_mma=True, takes_prefill=False)
+    kernels = [candidates(shape, rows)[0].kernel for rows in (1, 2, 3, 64, 256, 512, 2048)]
+    assert kernels == ["mma_sums", "mma_sums", "mma", "mma", "mma", "grouped", "grouped"]
+    for rows in (1, 2, 3, 64, 256, 512, 2048):
+        some = candidates(shape, rows)
+        assert len(set(some)) == len(some)
+        assert all(one.tile in (8, 16) for one in some if one.kernel.startswith("mma"))
+        assert expert_configs.pick_unfused(shape, rows, {}).kernel == "grouped", "adapters change it"

@@ -15,13 +15,17 @@ from reference_ops import ReferenceOps, run_ahead
 from slot_plans import greedy, prompt_of
 from tiny_models import BY_NAME, settings, start
 
+from blockyard.kernels.lora.adapter_table import AdapterTiles
+from blockyard.kernels.lora.adapter_tiles import tile_rows
 from blockyard.kernels.lora.adapter_tokens import adapt_embeddings_reference, replace_logits_reference
 from blockyard.kernels.lora.add_to_heads import add_to_heads_reference
 from blockyard.services.gpu_worker.compilation import record_kernels
 from blockyard.services.gpu_worker.host_link import SameMemory
-from blockyard.services.gpu_worker.lora.device import packed_adapter
-from blockyard.services.gpu_worker.lora.device.device_places import DevicePlaces, TokenSizes, place_size
+from blockyard.services.gpu_worker.lora.device import packed_adapter, place_sizes
+from blockyard.services.gpu_worker.lora.device.adapter_pages import aligned
+from blockyard.services.gpu_worker.lora.device.device_places import DevicePlaces
 from blockyard.services.gpu_worker.lora.device.device_products import AdapterKernels
+from blockyard.services.gpu_worker.lora.device.place_sizes import TokenSizes, largest_counts
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
 from blockyard.services.gpu_worker.lora.targets import ModelTargets, layer_shares
 from blockyard.services.gpu_worker.memory import KVMemoryNeed
@@ -100,10 +104,22 @@ def test_a_place_holds_the_largest_adapter_and_an_adapter_its_own_bytes(folders:
     adapter = read_adapter(folders[1], ModelTargets(runner.model), EXACT)
     held = finished(places.prepare(adapter))
     assert adapter.size_bytes <= held.size_bytes < adapter.size_bytes * 1.05, "nothing is padded to the largest rank"
-    of_tokens = TokenSizes(runner.model, LIMITS).place_size(LIMITS)
-    assert places.size_bytes == 2 * 4 * (place_size(linears, shares, LIMITS) + of_tokens)
+    counts = [*largest_counts(linears, shares, LIMITS), *TokenSizes(runner.model, LIMITS).counts(LIMITS)]
+    assert places.size_bytes == 2 * 4 * sum(map(aligned, counts))
     small = AdapterLimits(dtype=torch.float32, max_rank=16, target_modules=("q_proj",))
-    assert place_size(linears, shares, small) == 3 * 16 * (64 + 64) + (3 * 64 if small.with_bias else 0)
+    assert sum(largest_counts(linears, shares, small)) == 3 * 16 * (64 + 64) + (3 * 64 if small.with_bias else 0)
+
+
+def test_a_place_gets_another_adapter_and_the_first_again(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place_sizes, "PAGE_BYTES", 1)
+    device = on_device(folders)
+
+    def run(number: int) -> list[list[tuple[list[int], float]]]:
+        device.reset(8)
+        return Batch(device, [0], [AdapterPlaced(0, number)]).run(3)
+
+    first, second, again = (run(number) for number in (1, 2, 1))
+    assert first == again != second
 
 
 class RecordedLink(SameMemory):
@@ -139,28 +155,49 @@ class RecordedLink(SameMemory):
 def test_an_adapter_is_packed_in_chunks_and_copied_beside_the_steps(
     folders: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A matrix may lie in two chunks."""
+    """A matrix may lie in two chunks, and an adapter in several pages, which need not follow each other."""
     monkeypatch.setattr(packed_adapter, "CHUNK_BYTES", 4 * 1000)
+    monkeypatch.setattr(place_sizes, "PAGE_BYTES", 1)
     runner, link = start(folders[0]), RecordedLink([])
-    model = runner.model
-    places = DevicePlaces(model, 2, LIMITS, KERNELS, torch.device("cpu"), link)  # type: ignore[arg-type]
+    model, limits = runner.model, replace(LIMITS, target_modules=("q_proj", "v_proj", "down_proj"))
+    places = DevicePlaces(model, 2, limits, KERNELS, torch.device("cpu"), link)  # type: ignore[arg-type]
     adapter = read_adapter(folders[1], ModelTargets(model), EXACT)
     held = finished(places.prepare(adapter))
-    assert held.packed is not None and {one.nbytes for one in held.packed.chunks[:-1]} == {4000}
+    assert held.packed is not None and held.packed.num_pages > 2
     assert max(link.sizes) <= max(4000, held.packed.offsets.nbytes) and not held.deltas
     places.put(1, held)
     assert link.log == ["copy", "copied", "record", "hold"]
-    memory, first, entry = places._memory, places.size_bytes // 8, 0
+    memory, entry, numbers = places._memory, 0, 0
     for layer, share in enumerate(places._shares):
         for delta in adapter.deltas.get(layer, ()):
             at = entry + share.starts.index(delta.start)
             for i, matrix in enumerate((delta.a, delta.b)):
                 assert matrix is not None
-                begin = first + int(places._offsets[1, at, i])
+                begin, numbers = int(places._offsets[1, at, i]), numbers + int(matrix.count_nonzero())
                 assert torch.equal(memory[begin : begin + matrix.numel()], matrix.flatten())
             assert int(places._ranks[1, at]) == delta.rank
-        entry += len(share.sizes)
-    assert not memory[:first].any() and not places._ranks[0].any(), "the other place is as it was"
+        entry += len(share.sizes) if places._has_place[layer] else 0
+    assert memory.count_nonzero() == numbers and not places._ranks[0].any(), "nothing else is written"
+
+
+def test_an_adapter_that_lost_its_place_comes_back_without_a_copy(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place_sizes, "PAGE_BYTES", 1)
+    model = start(folders[0]).model
+    places = DevicePlaces(model, 1, LIMITS, KERNELS, torch.device("cpu"), SameMemory())
+    first, second = (
+        finished(places.prepare(read_adapter(folder, ModelTargets(model), EXACT))) for folder in folders[1:]
+    )
+    places.put(0, first)
+    offsets, ranks, memory = places._offsets.clone(), places._ranks.clone(), places._memory.clone()
+    places.put(0, second)
+    assert not torch.equal(places._ranks, ranks)
+    assert first.packed is not None
+    places.put(0, replace(first, packed=replace(first.packed, chunks=[])))
+    assert torch.equal(places._offsets, offsets) and torch.equal(places._ranks, ranks)
+    written = memory != 0
+    assert torch.equal(places._memory[written], memory[written])
 
 
 def test_what_has_no_room_in_a_place_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,15 +230,20 @@ def test_kernels_of_steps_with_adapters_are_recorded(
     lora: LoraConfig | None, folders: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the start, so that the first request with an adapter waits for no compiler."""
-    runner, seen = start(folders[0], lora=lora), list[int]()
+    runner, seen, tiled = start(folders[0], lora=lora), list[int](), list[int]()
     monkeypatch.setattr(record_kernels, "make_device_ops", lambda pool, fused_steps: ReferenceOps())
 
-    def add(x: torch.Tensor, *arguments: object) -> None:
+    def add(x: torch.Tensor, *arguments: object, **others: object) -> None:
         seen.append(len(x))
+
+    def tile(places: torch.Tensor, num_places: int, *, batch_invariant: bool = False) -> AdapterTiles:
+        tiled.append(len(places))
+        return tile_rows(places, num_places, batch_invariant=batch_invariant)
 
     if lora is not None:
         with torch.inference_mode():
-            kernels = AdapterKernels(add, add_to_heads_reference, adapt_embeddings_reference, replace_logits_reference)  # type: ignore[arg-type]
+            others = (add_to_heads_reference, adapt_embeddings_reference, replace_logits_reference)
+            kernels = AdapterKernels(add, *others, tile)  # type: ignore[arg-type]
             DevicePlaces(runner.model, 2, LIMITS, kernels, torch.device("cpu"), SameMemory())
     config = settings(folders[0], lora=lora, max_num_seqs=4, max_num_batched_tokens=16)
     need = KVMemoryNeed(
@@ -209,4 +251,5 @@ def test_kernels_of_steps_with_adapters_are_recorded(
     )
     with torch.inference_mode():
         record_kernels._launch_steps(runner.model, need, torch.float32, 1, config)
-    assert set(seen) == ({1, 4, 16} if lora is not None else set())
+    assert set(seen) == ({1, 4, 5, 16} if lora is not None else set())
+    assert set(tiled) == (set(range(1, 17)) if lora is not None else set())
