@@ -19,6 +19,7 @@ from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
 from blockyard.services.gpu_worker.mock import runner as mock_runner
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.ranks import network
+from blockyard.services.gpu_worker.ranks.distant_replicas import DistantReplicas, meet_distant
 from blockyard.services.gpu_worker.ranks.leader_team import ENVIRONMENT, LeaderTeam
 from blockyard.services.gpu_worker.ranks.ray_group.ray_ranks import RayRanks, place_ranks, wait_for_ray
 from blockyard.services.gpu_worker.ranks.replica_meeting import NAME, meet
@@ -45,6 +46,7 @@ BROKEN_SENT_S = 1.0
 STOPPED_S = 0.3  # in which this process is asked to end, too, if another replica was
 GPU = Path("/dev/nvidiactl")  # exists if the machine has a GPU
 
+Replicas = ReplicaTeam | DistantReplicas
 Start = Callable[[WorkerConfig, Report, CompileProcesses | None], OffloadableRunner]
 
 
@@ -115,7 +117,7 @@ def wait_for_others(
     links: Links[WorkerIn],
     stopped: threading.Event,
     ending: ExitStack,
-) -> ReplicaTeam | None:
+) -> Replicas | None:
     """Waits for the workers that have the experts of the model together with this one, and for the ranks of this one
     that its process does not start. Returns the former; None: this one has all experts. ending: of this process."""
     by_ray = None
@@ -139,7 +141,7 @@ def wait_for_others(
 
 def meet_replicas(
     config: WorkerConfig, by_ray: RayRanks | None, links: Links[WorkerIn], stopped: threading.Event
-) -> ReplicaTeam | None:
+) -> Replicas | None:
     """See `wait_for_others`. by_ray: ranks of this worker; None: Ray starts none. Raises LoadError."""
     if config.expert_replicas == 1:
         return None
@@ -154,6 +156,11 @@ def meet_replicas(
             end_with(config, error)
 
     replica = Shard(config.replica, config.expert_replicas)
+    if config.replicas_apart:
+        folder = Path(sys.argv[1]).absolute().parent
+        distant = meet_distant(config, folder, lambda address: links.update(ranks=address), turn, end)
+        links.watch(*distant.sources)
+        return distant
     hosts = () if by_ray is None else by_ray.addresses
     name = f"{NAME}{config.replica_group}"
     met = meet(Path(sys.argv[1]).absolute().parent, replica, config.rank_timeout_s, turn, hosts, name)
@@ -167,7 +174,10 @@ def start_ranks(config: WorkerConfig, gpu: Path = GPU) -> LeaderTeam | None:
 
     Raises ConfigError if there are fewer GPUs.
     """
-    if config.num_ranks == 1 or config.worker_cls == "mock":
+    if config.worker_cls == "mock" or (config.num_ranks == 1 and config.expert_replicas == 1):
+        return None
+    if config.num_ranks == 1:
+        os.environ.update(environment_of_all(config))
         return None
 
     def end(error: BlockyardError) -> None:
@@ -201,7 +211,11 @@ def end_with(config: WorkerConfig, error: BlockyardError) -> None:
 
 def environment_of_all(config: WorkerConfig) -> dict[str, str]:
     """Returns variables of all ranks of this host. Raises ConfigError for an interface that is not there."""
-    on_gpus = config.device != "cpu" and config.num_nodes > 1 and config.process.bus.bind.startswith("tcp://")
+    on_gpus = (
+        config.device != "cpu"
+        and (config.num_nodes > 1 or config.replicas_apart)
+        and config.process.bus.bind.startswith("tcp://")
+    )
     return ENVIRONMENT | (network.environment(config.process.bus) if on_gpus else {})
 
 
@@ -217,7 +231,7 @@ def environments_of_ranks(config: WorkerConfig, gpu: Path = GPU) -> dict[int, di
 
 
 def load_engine(
-    config: WorkerConfig, team: LeaderTeam | None = None, replicas: ReplicaTeam | None = None
+    config: WorkerConfig, team: LeaderTeam | None = None, replicas: Replicas | None = None
 ) -> tuple[Start, Callable[[WorkerConfig], int]]:
     """Returns two functions: one makes the runner, one counts the bytes of device memory that this process holds."""
     if config.worker_cls == "mock":

@@ -279,6 +279,8 @@ def check_one_host(values: Values) -> None:
     for name in ("nnodes", "node-rank"):
         if values.is_given(name) and values.get(name, int) != FLAGS[name].default:
             raise ConfigError(f"{values.where(name)}: is for `blockyard run gpu-worker`, on each host")
+    if values.is_given("data-parallel-rank"):
+        raise ConfigError(f"{values.where('data-parallel-rank')}: is for `blockyard run gpu-worker`, of each replica")
 
 
 def stage_fields(values: Values, config: Mapping[str, Any]) -> dict[str, Any]:

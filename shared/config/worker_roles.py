@@ -1,16 +1,18 @@
 """The workers that `serve` starts: how many of each role, the flags of each role, and which share their experts."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from blockyard.shared.architectures import find_architecture
 from blockyard.shared.config import kv_transfer
 from blockyard.shared.config.checkpoint import Checkpoint, num_experts
 from blockyard.shared.config.flags.roles import PER_ROLE, ROLE_NAMES
 from blockyard.shared.config.parsed_flags import Values
+from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import KVRole
 
-EXPERTS, REPLICAS = "enable-expert-parallel", "data-parallel-size"
+EXPERTS, REPLICAS, NUMBER = "enable-expert-parallel", "data-parallel-size", "data-parallel-rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,26 @@ def of_process(values: Values) -> WorkersOfRole:
     """Returns the one worker of `blockyard run gpu-worker`. Raises ConfigError."""
     role = kv_transfer.role_of(values)
     return WorkersOfRole(role, 1, _of_role(values, role))
+
+
+def of_replica(values: Values, model: Checkpoint, bus: BusConfig) -> dict[str, Any]:
+    """Returns WorkerConfig's fields for a replica that is a process of `blockyard run`. Raises ConfigError."""
+    if (number := values.maybe(NUMBER, int)) is None:
+        return {}
+    where, size = values.where(NUMBER), values.get(REPLICAS, int)
+    if number >= size:
+        raise ConfigError(f"{where} {number}: replicas of {values.where(REPLICAS)} {size} have numbers below {size}")
+    if not values.get(EXPERTS, bool):
+        raise ConfigError(f"{where}: is for replicas with --{EXPERTS}; the scheduler knows others by themselves")
+    if values.get("nnodes", int) > 1:
+        raise ConfigError(f"{where}: not built with {values.where('nnodes')}: the ranks of a replica are on one host")
+    if bus.bind.startswith("tcp://0.0.0.0"):
+        raise ConfigError(f"{where}: --bind tcp://ADDRESS is needed, the network interface for links between replicas")
+    together = num_expert_replicas(WorkersOfRole(None, size, values, size), model)
+    if together == 1:
+        return {}
+    group = values.maybe("name", str) or "gpu_worker"
+    return {"expert_replicas": together, "replica": number, "replicas_apart": True, "rank_group": group}
 
 
 def of_any_role(values: Values) -> list[Values]:

@@ -88,7 +88,9 @@ class FollowerTeam:
         if command.replica_folder and self.replicas is None:
             meeting = Meeting(Path(command.replica_folder))
             if command.replica_store:
-                meeting = replace(self._meeting, folder=self.folder / REPLICAS, store=command.replica_store)
+                apart, bus = self.config.replicas_apart, self.config.process.bus
+                interface = network.interface_of(bus) if apart else self._meeting.interface
+                meeting = Meeting(self.folder / REPLICAS, interface, command.replica_store)
                 meeting.folder.mkdir(exist_ok=True)
             replica = Shard(self.config.replica, self.config.expert_replicas)
             self.replicas = ReplicaRanks(meeting, replica, self.place.rank)
