@@ -60,11 +60,7 @@ from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.startup.backend import Backend, pick_backend
 from blockyard.services.gpu_worker.startup.geometry import card_of, eos_ids_of, geometry_of, need_of
 from blockyard.services.gpu_worker.startup.model_tables import declare, make_table, replica_of, with_headers
-from blockyard.services.gpu_worker.startup.rank_connection import (
-    connect_ranks,
-    connect_replicas,
-    free_of_all,
-)
+from blockyard.services.gpu_worker.startup.rank_connection import connect_ranks, connect_replicas, free_of_all
 from blockyard.services.gpu_worker.startup.stage_choice import choose_stage, describe_stage, make_stage_model
 from blockyard.services.gpu_worker.startup.start_report import StartReport, Throttle
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses

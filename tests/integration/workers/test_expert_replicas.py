@@ -128,12 +128,13 @@ def test_replicas_of_a_role_have_the_experts_together(tmp_path: Path) -> None:
         check(asyncio.run(answers(server, 4, least=BLOCK)), model)
         assert asyncio.run(left_over(server)) == {}
         assert asyncio.run(scheduler_stats(server))["transfers_landed_total"] > 0
-        check(asyncio.run(answers(server, 6, before["gpu_worker decode 1"], BLOCK)), model)
+        check(asyncio.run(answers(server, 6, before["gpu_worker prefill 1"], BLOCK)), model)
+        all_end([before["gpu_worker prefill 0"], before["gpu_worker prefill 1"]])
+        assert asyncio.run(left_over(server)) == {}
         asyncio.run(wait_for(server, list(before)))
         now = workers(server)
-        stayed = {name for name, pid in before.items() if now[name] == pid}
-        assert stayed == {"gpu_worker prefill 0", "gpu_worker prefill 1"}, "those of the other role"
-        assert asyncio.run(left_over(server)) == {}
+        started = {name for name, pid in before.items() if now[name] != pid}
+        assert started == {"gpu_worker prefill 0", "gpu_worker prefill 1"}, "those of the other role stay"
         last = list(workers(server).values())
     all_end(last)
     assert "replica 1 of 2 has ended; all replicas end" in log.read_text("utf-8", "replace")
