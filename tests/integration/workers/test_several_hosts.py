@@ -176,7 +176,10 @@ def test_ranks_on_two_hosts_give_the_texts_of_one_and_end_together(ring: HostsRi
 
 
 def test_replicas_on_two_hosts_have_the_experts_together(tmp_path: Path) -> None:
-    """The same texts after one is killed, which ends both. --hypothesis-profile=long: those of one, from two ranks each."""
+    """The same texts after one is killed, which ends both.
+
+    --hypothesis-profile=long: the texts of one rank, and two ranks each.
+    """
     is_long = settings.get_current_profile_name() == "long"
     BY_NAME["qwen3-moe"].save(tmp_path / "model")
     model = (str(tmp_path / "model"), "--tokenizer", str(TOKENIZER))
