@@ -1,6 +1,7 @@
 """Compiles kernels for an H100 as they are launched on CPU tensors, and runs what was compiled there."""
 
 import re
+import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -31,7 +32,12 @@ def _arguments(text: str) -> list[str]:
     return [one.strip() for one in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*", text)]
 
 
-def run_ptx(ptx: str, values: Sequence[torch.Tensor | int], grid: tuple[int, ...], threads: int, shared: int) -> None:
+def _word(number: float) -> int:
+    """A number as it is passed."""
+    return int.from_bytes(struct.pack("<f", number), "little") if isinstance(number, float) else number
+
+
+def run_ptx(ptx: str, values: Sequence[torch.Tensor | float], grid: tuple[int, ...], threads: int, shared: int) -> None:
     """Runs all programs of a launch, one after the other.
 
     values: the arguments that are no constants, in order. Stores change the tensors, which have to be contiguous.
@@ -39,7 +45,7 @@ def run_ptx(ptx: str, values: Sequence[torch.Tensor | int], grid: tuple[int, ...
     tensors = [one for one in values if isinstance(one, torch.Tensor)]
     memory = Memory(tensors)
     bases = iter(memory.bases)
-    numbers = [next(bases) if isinstance(one, torch.Tensor) else one for one in values]
+    numbers = [next(bases) if isinstance(one, torch.Tensor) else _word(one) for one in values]
     names = re.findall(r"\.param[^,)]*?(\w+_param_\d+)", ptx[ptx.index(".entry") : ptx.index("{", ptx.index(".entry"))])
     params = dict(zip(names, numbers, strict=False))
     lines: list[Line] = []
