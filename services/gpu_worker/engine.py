@@ -59,7 +59,7 @@ from blockyard.services.gpu_worker.prompt_adapters.adapter_hosts import (
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.startup.backend import Backend, pick_backend
 from blockyard.services.gpu_worker.startup.geometry import card_of, eos_ids_of, geometry_of, need_of
-from blockyard.services.gpu_worker.startup.model_tables import declare, make_table, with_headers
+from blockyard.services.gpu_worker.startup.model_tables import declare, make_table, replica_of, with_headers
 from blockyard.services.gpu_worker.startup.rank_connection import connect_ranks, connect_replicas, free_of_all
 from blockyard.services.gpu_worker.startup.stage_choice import choose_stage, describe_stage, make_stage_model
 from blockyard.services.gpu_worker.startup.start_report import StartReport, Throttle
@@ -199,12 +199,12 @@ def load(
     folder, shard = Path(config.model_path), WHOLE if team is None else team.place.shard
     kv_dtype = kv_scales.pick_kv_dtype(config.kv_cache_dtype, dtype, backend.has_8_bit_kv)
     whole, stage = declare(build, settings, dtype, config, shard), None
-    exchange, config = connect_replicas(config, replicas, shard, backend, report)
+    exchange, config = connect_replicas(config, replicas, team, backend, report)
     if team is not None:
         stage = choose_stage(whole, team, config, free_of_all(config, backend, exchange), kv_dtype)
     with naming_leader(team):
         share = check(build, settings, whole, config, backend, stage)
-    ranks, config = connect_ranks(config, team, backend, report)
+    ranks, config = connect_ranks(config, team, backend, report, replicas, exchange)
     groups = [*([] if ranks is None else [ranks.everyone]), *([] if exchange is None else [exchange.group])]
     table = make_table(config, dtype, backend, share, shard, ranks, exchange)
     if stage is not None:
@@ -260,7 +260,7 @@ def load(
         report.note(*kv_scales.set_pool_scales(pool, scales, config, of_stages, largest_of(table.ranks)))
         store = backend.make_store(host_plan, pool)
     geometry = geometry_of(model, eos_ids, config, need, plan.num_blocks, host_plan.num_blocks)
-    experts = movable_experts(config, model, ranks)
+    experts = movable_experts(config, model, ranks, exchange)
     return LoadedModel(model, pool, store, geometry, config, ranks, adapters, reader, experts)
 
 
@@ -323,8 +323,8 @@ def make_runner(
         lora = None if loaded.adapters is None else LeaderAdapters(loaded.adapters, send, team)
         model, loaded.pool.mirror = LeaderModel(model, loaded.ranks, send), LeaderPool(send)
         store = None if store is None else LeaderStore(store, send)
-        if loaded.experts is not None and config.expert_balance is not None:
-            balancer = ExpertBalancer(loaded.experts, config.tensor_parallel_size, config.expert_balance, send)
+    if loaded.experts is not None and config.expert_balance is not None:
+        balancer = ExpertBalancer(loaded.experts, config.expert_balance, send, replica_of(config))
 
     def start_steps(again: Runner) -> None:
         if pools is None:

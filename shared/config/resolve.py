@@ -302,18 +302,16 @@ def workers(
     if num == 1:
         config = worker(to_start[0], model, process(to_start[0].name))
         return [msgspec.structs.replace(config, gpu=0 if has_gpu and config.num_ranks > 1 else None)]
-    made = [worker(each, model, process(f"{each.name} {i}")) for each in to_start for i in range(each.num_workers)]
-    firsts = accumulate((config.num_ranks for config in made), initial=0)
-    together = num_expert_replicas(to_start, model)
+    made: list[WorkerConfig] = []
+    for each in to_start:
+        together, first = num_expert_replicas(each, model), len(made)
+        for i in range(each.num_workers):
+            place = {"expert_replicas": together, "replica": i % together, "replica_group": first + i - i % together}
+            config = worker(each, model, process(f"{each.name} {i}"))
+            made.append(msgspec.structs.replace(config, replicas=num, **place))
+    gpus = accumulate((config.num_ranks for config in made), initial=0)
     return [
-        msgspec.structs.replace(
-            config,
-            replicas=num,
-            gpu=first if has_gpu else None,
-            expert_replicas=together,
-            replica=i % together,
-        )
-        for i, (config, first) in enumerate(zip(made, firsts, strict=False))
+        msgspec.structs.replace(config, gpu=gpu if has_gpu else None) for config, gpu in zip(made, gpus, strict=False)
     ]
 
 

@@ -9,6 +9,7 @@ import torch
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.execution.device_loop import DeviceSteps, LaunchedStep, StepRequest
 from blockyard.services.gpu_worker.execution.device_slots import DeviceSlots
+from blockyard.services.gpu_worker.execution.ranks.expert_balancer import ExpertBalancer
 from blockyard.services.gpu_worker.parallel.commands import BeginExchange, ServeExperts
 from blockyard.services.gpu_worker.parallel.replicas import ExpertExchange, StepAgreement, StepOffer
 from blockyard.services.gpu_worker.parallel.team import SendCommand
@@ -33,10 +34,16 @@ class ReplicaSteps:
     """Implements `DeviceSteps`: a step of `steps` is launched once all replicas know its size."""
 
     def __init__(
-        self, steps: DeviceSteps, exchange: ExpertExchange, agreement: StepAgreement, send: SendCommand | None
+        self,
+        steps: DeviceSteps,
+        exchange: ExpertExchange,
+        agreement: StepAgreement,
+        send: SendCommand | None,
+        balancer: ExpertBalancer | None = None,
     ) -> None:
-        """send: to followers; None: there are none."""
+        """send: to followers; None: there are none. balancer: of experts; None: they stay where they are."""
         self._steps, self._exchange, self._agreement, self._send = steps, exchange, agreement, send
+        self._balancer = balancer
         self._padded = steps if isinstance(steps, PaddedSteps) else None
         self.runs_ahead = steps.runs_ahead
 
@@ -87,6 +94,8 @@ class ReplicaSteps:
         offers = self._agreement.agree(StepOffer(num_rows, is_decode and self._padded is not None))
         most = max(one.num_rows for one in offers)
         is_padded = all(one.is_decode for one in offers)
+        if self._balancer is not None:
+            self._balancer.begin_step()
         if self._padded is not None:
             self._padded.pad(most if is_padded else None)
         if is_padded:

@@ -9,8 +9,8 @@
 - `PeerMemory`: buffers of GPUs of one host that kernels of all ranks write to (kernels/all_reduce). `sums/` sums by
   these kernels, or by torch's, where they are quicker than NCCL.
 - `StageLink`: carries the rows of a step from a stage to the next.
-- `ExpertExchange`: the layers of a rank whose experts are spread over replicas, and the group in which they exchange
-  rows. `replicas`: how replicas agree on each step.
+- `ExpertExchange`: the layers of a rank whose experts are spread over replicas, and the groups in which they exchange
+  rows and experts. `replicas`: how replicas agree on each step.
 - `loading_slots`: bounds the ranks of a host that load at a time.
 
 How a layer gets a rank's share: the docstring of `layers`. Each rank computes a share of every layer of its stage.

@@ -72,6 +72,7 @@ class Begin(Frame, frozen=True):
 
     stage_layers: list[int]  # number of layers of each pipeline stage; empty: there is one
     replica_folder: str = ""  # where ranks of other replicas meet those of this one; empty: each has all experts
+    replica_store: str = ""  # host and port of torch's store where they do; empty: all of them are on one host
 
 
 class BeginExchange(Frame, frozen=True):

@@ -46,6 +46,7 @@ from blockyard.shared.process.frame_pipe import FramePipe
 log = logging.getLogger(__name__)
 
 LEADER = 0
+REPLICAS = "replicas"  # a folder
 HEARD_S = 5.0  # that others have to read why this rank fails, and to end it
 
 
@@ -84,8 +85,14 @@ class FollowerTeam:
         """Takes what the leader has decided."""
         self.stage_layers = command.stage_layers
         if command.replica_folder and self.replicas is None:
+            meeting = Meeting(Path(command.replica_folder))
+            if command.replica_store:
+                apart, bus = self.config.replicas_apart, self.config.process.bus
+                interface = network.interface_of(bus) if apart else self._meeting.interface
+                meeting = Meeting(self.folder / REPLICAS, interface, command.replica_store)
+                meeting.folder.mkdir(exist_ok=True)
             replica = Shard(self.config.replica, self.config.expert_replicas)
-            self.replicas = ReplicaRanks(Path(command.replica_folder), replica, self.place.rank)
+            self.replicas = ReplicaRanks(meeting, replica, self.place.rank)
 
     def meet_at(self, store: str) -> None:
         """store: host and port of torch's store, which the leader serves for ranks of several hosts."""

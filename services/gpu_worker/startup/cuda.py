@@ -96,7 +96,6 @@ class CudaBackend:
         self._compiler: KernelCompiler | None = None  # from `set_up` on
         self._tuner: Tuner | None = None  # has sizes to measure later
         self._tuning: IdleTuning | None = None
-        self._folder = Path()  # of these ranks alone
         self._claims: KernelClaims | None = None  # of these ranks; None: there is one
         self._follows = False
 
@@ -111,10 +110,11 @@ class CudaBackend:
         return note
 
     def connect_ranks(self, shard: Shard, stores: GroupStores, name: str) -> RankGroup:
-        self._folder = stores.folder_of(name)
-        self._claims = KernelClaims(self._folder / "kernels")
         group = connect_gpus(shard, stores, name, self.device)
-        return exchange_on_gpu(group) if group.shares_gpu and shard.size == 2 else group
+        group = exchange_on_gpu(group) if group.shares_gpu and shard.size == 2 else group
+        group.folder = stores.folder_of(name)
+        self._claims = KernelClaims(group.folder / "kernels")
+        return group
 
     def check_shape(self, shape: ModelShape) -> None:
         check_head_sizes("cuda", shape.attention)
@@ -168,7 +168,7 @@ class CudaBackend:
         if ranks.kernels is None:  # otherwise it loads again after deep sleep
             report.phase("choosing sums of ranks")
             ranks.kernels = choose_sums(
-                *(ranks, self._folder, widths[0], model.table.dtype, report.note),
+                *(ranks, ranks.folder, widths[0], model.table.dtype, report.note),
                 in_order=config.batch_invariant,
                 cache=SumCache(self._sums_path(config)),
             )

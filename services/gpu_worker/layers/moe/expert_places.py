@@ -6,6 +6,8 @@ from torch import Tensor
 from blockyard.services.gpu_worker.parallel.expert_balance import Trade, first_owners
 from blockyard.services.gpu_worker.parallel.shares import Shard, share
 
+NO_RANK = -1
+
 
 class ExpertPlaces:
     """The map of a layer's experts. The same experts trade places in it on all ranks.
@@ -23,6 +25,7 @@ class ExpertPlaces:
         self.elsewhere = self.num_own  # the place of other ranks' experts
         # one more than experts: rows of padding have the expert -1
         self._table = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
+        self.owner_table = torch.empty(num_experts + 1, dtype=torch.int32, device=device)  # the last is of no rank
         self._counts = torch.empty(num_experts + 1 if counts else 0, dtype=torch.int64, device=device)
         self._one = torch.empty(1, dtype=torch.int64, device=device)
         if not self._table.is_meta:
@@ -32,8 +35,12 @@ class ExpertPlaces:
 
     @property
     def loads(self) -> Tensor:
-        """How often each expert was chosen, [experts] int64. Whoever reads it sets it back to 0."""
+        """How often rows of this rank have chosen each expert, [experts] int64. Whoever reads it sets it back to 0."""
         return self._counts[:-1]
+
+    def own_loads(self) -> Tensor:
+        """`loads` of the experts of this rank, which sees all rows of these, and 0 for others."""
+        return self.loads * (self.owner_table[:-1] == self.rank)
 
     def find(self, experts: Tensor) -> Tensor:
         """experts [rows, top_k] of all ranks, -1 for none -> int32, their places on this rank, or `elsewhere`."""
@@ -56,3 +63,4 @@ class ExpertPlaces:
         both = zip(self.owners, self._places, strict=True)
         here = [place if owner == self.rank else self.elsewhere for owner, place in both]
         self._table.copy_(torch.tensor([*here, self.elsewhere], dtype=torch.int32))
+        self.owner_table.copy_(torch.tensor([*self.owners, NO_RANK], dtype=torch.int32))

@@ -17,7 +17,9 @@ from tiny_models import BY_NAME, VOCAB, greedy_score, start
 from two_replicas import CAPACITY, TwoReplicas
 
 from blockyard.services.gpu_worker.execution.cuda.decode_graphs import DecodeSteps
+from blockyard.services.gpu_worker.parallel import expert_balance
 from blockyard.services.gpu_worker.runner import Runner
+from blockyard.shared.config.services.worker import ExpertBalance
 from blockyard.shared.messages import Sampling
 
 
@@ -37,9 +39,14 @@ def streams(found: list[Stream], lengths: tuple[int, ...], num_tokens: int, dept
     driver.run()
 
 
-@pytest.mark.parametrize("graph_rows", [(), (2, 8)])
-def test_tokens_are_those_of_one_replica(graph_rows: tuple[int, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("graph_rows", "balance"), [((), None), ((2, 8), ExpertBalance(interval_steps=5, window_steps=4))]
+)
+def test_tokens_are_those_of_one_replica(
+    graph_rows: tuple[int, ...], balance: ExpertBalance | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first replica has several prompts, the second one, and one of them is done long before the other."""
+    monkeypatch.setattr(expert_balance, "CHANCE", 0.0)
     folder, group = tmp_path / "model", tmp_path / "group"
     group.mkdir()
     score = greedy_score(BY_NAME["qwen3-moe"].save(folder))
@@ -49,7 +56,7 @@ def test_tokens_are_those_of_one_replica(graph_rows: tuple[int, ...], tmp_path: 
     for lengths, num_tokens in (of_first, of_second):
         streams(expected, lengths, num_tokens, 1, alone)
     first_streams, second_streams = list[Stream](), list[Stream]()
-    both = TwoReplicas(folder, group, alone.geometry, graph_rows).run(
+    both = TwoReplicas(folder, group, alone.geometry, graph_rows, balance).run(
         partial(streams, first_streams, *of_first, 3), partial(streams, second_streams, *of_second, 2)
     )
     ties = Ties()
@@ -62,6 +69,7 @@ def test_tokens_are_those_of_one_replica(graph_rows: tuple[int, ...], tmp_path: 
     assert any(not first.is_decode and second.is_decode for first, second in agreed)
     assert any(not first.num_rows for first, _ in agreed) and agreed[-1][1].num_rows, "the first serves the second"
     assert all(first.num_rows or second.num_rows for first, second in agreed), "no step has no rows"
+    assert both.num_moved[0] == both.num_moved[1] and bool(both.num_moved[0]) == (balance is not None)
     rows = [[size.rows for size in sizes] for sizes in both.replayed]
     assert rows[0] == rows[1] and set(rows[0]) == set(graph_rows), "both replay graphs of one size"
     decodes = [pair for pair in agreed if all(one.is_decode for one in pair)]
