@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
 from blockyard.kernels.layers.rms_norm import RMSNorm
-from blockyard.kernels.moe.experts_skinny import SkinnyTiling, differ, outputs_of, read_experts
+from blockyard.kernels.moe.experts_skinny import SkinnyTiling, are_here, differ, outputs_of, read_experts
 from blockyard.kernels.moe.few_rows import store_loads
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.grouped_linear import gate_values
@@ -68,6 +68,8 @@ def _gate_up_quantized_kernel(
     if LOADS:
         store_loads(experts_ptr, loads_ptr, num_pairs, EXPERTS, BINS, PAIRS)
     expert = tl.load(experts_ptr + pair).to(tl.int64)
+    if expert >= EXPERTS:
+        return
     number = tl.arange(0, 2 * OUT_TILE)  # gate and up of one output after the other
     out = tl.program_id(0) * OUT_TILE + number // 2
     known = (out < inner)[None, :, None]
@@ -118,8 +120,9 @@ def _down_quantized_kernel(
     row = tl.program_id(1).to(tl.int64)
     out = tl.program_id(0) * OUT_TILE + tl.arange(0, OUT_TILE)
     k = tl.arange(0, K_TILE)
-    known = ((k < TOP_K)[:, None] & (out < outs)[None, :])[:, :, None]
     experts = read_experts(experts_ptr + row * TOP_K, EXPERTS, TOP_K)
+    here = are_here(experts, EXPERTS, TOP_K, K_TILE)
+    known = (here[:, None] & (out < outs)[None, :])[:, :, None]
     output = outputs_of(experts, outs, out, TOP_K, K_TILE)[:, :, None]
     codes = load_codes(codes_ptr, output, known, 0, SIZE, CODES, TILE)
     if PDL:
@@ -128,6 +131,8 @@ def _down_quantized_kernel(
         guess = experts
         experts = read_experts(experts_ptr + row * TOP_K, EXPERTS, TOP_K)
         if differ(guess, experts, TOP_K):
+            here = are_here(experts, EXPERTS, TOP_K, K_TILE)
+            known = (here[:, None] & (out < outs)[None, :])[:, :, None]
             output = outputs_of(experts, outs, out, TOP_K, K_TILE)[:, :, None]
             codes = load_codes(codes_ptr, output, known, 0, SIZE, CODES, TILE)
     rows = x_ptr + ((row * TOP_K + tl.minimum(k, TOP_K - 1)) * SIZE)[:, None]
@@ -136,7 +141,7 @@ def _down_quantized_kernel(
         if start > 0:
             codes = load_codes(codes_ptr, output, known, start, SIZE, CODES, TILE)
         cols = start + tl.arange(0, TILE)[None, :]
-        given = tl.load(rows + cols, mask=(k < TOP_K)[:, None] & (cols < SIZE), other=0.0).to(tl.float32)
+        given = tl.load(rows + cols, mask=here[:, None] & (cols < SIZE), other=0.0).to(tl.float32)
         given = rounded(given, rows, most, high_ptr, low_ptr, ROUND, STATIC, MOST, ROUND_GROUP, SIZE, FULL)
         totals = _add_lanes(
             totals, codes, given, scales_ptr, zeros_ptr, table_ptr, output, known, start,
@@ -144,13 +149,13 @@ def _down_quantized_kernel(
         )  # fmt: skip
     total = tl.sum(totals, 2)
     output = outputs_of(experts, outs, out, TOP_K, K_TILE)
-    inside = (k < TOP_K)[:, None] & (out < outs)[None, :]
+    inside = here[:, None] & (out < outs)[None, :]
     if ROW_SCALES:
         total *= tl.load(row_scales_ptr + output, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
         total += tl.load(bias_ptr + output, mask=inside, other=0.0).to(tl.float32)
     if SCALE:
-        total *= tl.load(scale_ptr + row * TOP_K + k, mask=k < TOP_K, other=0.0)[:, None]
+        total *= tl.load(scale_ptr + row * TOP_K + k, mask=here, other=0.0)[:, None]
     y = tl.sum(tl.where(inside, total, 0.0), 0)
     if SHARED:
         y += tl.load(shared_ptr + row * outs + out, mask=out < outs, other=0.0).to(tl.float32)

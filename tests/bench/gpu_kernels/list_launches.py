@@ -138,7 +138,11 @@ class PeerKernels:
 
 def _install_kernels(model: Model, rows: int) -> None:
     """Those that fuse most, which the tuner chooses for few rows."""
-    linears = [one for one in model.linears() if model.table.shard.size == 1 or one.spec.split is not Split.NONE]
+    linears = model.linears()
+    if model.table.shard.size > 1:
+        whole = [one for one in linears if one.spec.split is Split.NONE]
+        Tuner(whole, device=DEVICE, dtype=DTYPE).install_alike([rows])
+        linears = [one for one in linears if one.spec.split is not Split.NONE]
     tuner = Tuner(linears, model.experts(), device=DEVICE, dtype=DTYPE)
     configs = [
         next((one for one in tuner.candidates(layer, rows) if one.kernel == "skinny"), CUBLAS) for layer in tuner.layers

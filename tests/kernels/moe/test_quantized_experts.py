@@ -74,6 +74,20 @@ def grouped(
     return grouped_quantized(codes, weights, mapped, pairs, tiling, x.dtype, x_scales=scales, **options)
 
 
+@pytest.mark.parametrize("form", ["int4 g128", "fp8 rows"])
+def test_pairs_of_other_ranks_add_nothing(form: str) -> None:
+    size, tiling, rounding = 128, SkinnyTiling(out_tile=4, in_tile=128, warps=4), rounding_of(form)
+    experts, x = torch.tensor([[EXPERTS, 2]], dtype=torch.int32, device=DEVICE), torch.randn(1, size, device=DEVICE)
+    gate_up, down = draw(form, EXPERTS, 2 * size, size, DEVICE), draw(form, EXPERTS, 9, size, DEVICE)
+    inner = gate_up_quantized(x, gate_up, experts, tiling, Gate.SILU, rounding=rounding)
+    alone = gate_up_quantized(x, gate_up, experts[:, 1:].contiguous(), tiling, Gate.SILU, rounding=rounding)
+    assert torch.equal(inner[1:], alone)
+    inner[0] = 1e30  # whatever was in memory
+    options = {"rounding": rounding, "bias": torch.randn(EXPERTS, 9, device=DEVICE)}
+    got = down_quantized(inner, down, experts, tiling, **options)
+    assert torch.equal(got, down_quantized(alone, down, experts[:, 1:].contiguous(), tiling, **options))
+
+
 @pytest.mark.parametrize(("size", "kind"), [(128, 1), (203, 0)])
 @pytest.mark.parametrize("form", FORMS)
 def test_few_rows(form: str, size: int, kind: int) -> None:

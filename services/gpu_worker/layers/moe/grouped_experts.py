@@ -23,7 +23,6 @@ from blockyard.services.gpu_worker.layers.moe import expert_configs
 from blockyard.services.gpu_worker.layers.moe.adaptable_experts import AdaptableExperts
 from blockyard.services.gpu_worker.layers.moe.expert_configs import ExpertConfig, ExpertShape
 from blockyard.services.gpu_worker.layers.moe.expert_matrices import ExpertMatrix
-from blockyard.services.gpu_worker.layers.moe.expert_places import ExpertPlaces
 from blockyard.services.gpu_worker.layers.moe.expert_products import find_product
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertWeights
 from blockyard.services.gpu_worker.quantization.method import ExpertLinear
@@ -46,6 +45,10 @@ class GroupedExperts:
         takes_prefill = self.is_on_device and all(one.takes_prefill for one in both)  # TMA cannot read host memory
         form = " ".join(dict.fromkeys(one.form for one in both))
         self.places, self._num_own = weights.places, weights.num_own(routing)
+        # of the kernel that chooses experts; None: other replicas compute the rows, too, or choices are counted
+        self._table: Tensor | None = None
+        if self.places is not None and weights.exchange is None and not self.places.counts:
+            self._table = self.places.table
         self._adaptable = AdaptableExperts(weights, self._num_own, gate, *both)
         self._methods = weights.gate_up, weights.down
         self._numbers = [one for method in self._methods for one in method.numbers()]
@@ -74,7 +77,7 @@ class GroupedExperts:
         self._measured = measured
 
     def choose(self, logits: Tensor, bias: Tensor | None, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return route_experts(logits, self._routing, bias, factors)
+        return route_experts(logits, self._routing, bias, factors, self._table)
 
     def fuses_norm(self, rows: int) -> bool:
         is_plain = not self._gate_up.rounds_inputs and not self._adaptable.is_active
@@ -93,7 +96,7 @@ class GroupedExperts:
         residual: Tensor | None = None,
         norm: RMSNorm | None = None,
     ) -> Tensor | None:
-        if self.places is not None:
+        if self.places is not None and self._table is None:
             experts = self.places.find(experts)
         if self._adaptable.is_active:
             config = self._invariant
@@ -126,8 +129,6 @@ class GroupedExperts:
             total = self._sum_mma(config, x, experts, weights, shared, load, residual)
             return total if residual is None else None
         if config.kernel == "skinny":
-            if self.places is not None:
-                experts, weights = of_rank(experts, weights, self.places)
             total = self._sum_skinny(config, x, experts, weights, shared, load, residual, norm)
             return total if residual is None else None
         assert norm is None  # see `fuses_norm`
@@ -236,10 +237,3 @@ class GroupedExperts:
     def _scales(self, weights: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The routing weights, for the product that they multiply: the first or the last one."""
         return (weights, None) if self._scales_input else (None, weights)
-
-
-def of_rank(experts: Tensor, weights: Tensor, places: ExpertPlaces) -> tuple[Tensor, Tensor]:
-    """Places and weights of a rank's experts, for kernels that compute all pairs: those of other ranks' experts get the
-    first place, with weight 0."""
-    is_elsewhere = experts == places.elsewhere
-    return experts.masked_fill(is_elsewhere, 0), weights.masked_fill(is_elsewhere, 0)
