@@ -2,7 +2,8 @@
 
 The weight is the left operand, made in registers (`operands`). The warps of a program take the blocks of inputs in turn
 and add their sums at the end, so that no step waits for another warp. A pair's sum has the same terms in the same order
-beside any other pairs. Scales that the dtype of x cannot hold are the sum of two numbers of it.
+beside any other pairs. Scales that the dtype of x cannot hold are the sum of two numbers of it. An RMSNorm of one or
+two rows multiplies inputs by its weight, and sums by the rest, which is known at the end.
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
+from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.few_rows import MAX_ROWS
 from blockyard.kernels.moe.four_bits.operands import (
     along_2,
@@ -24,9 +26,11 @@ from blockyard.kernels.moe.four_bits.operands import (
     code_layout,
     left_operand,
     load_factors,
+    load_norm,
     load_words,
     load_x,
     right_operand,
+    sum_factors,
     weight_rows,
     x_layout,
 )
@@ -37,7 +41,7 @@ from blockyard.kernels.moe.operand_checks import check_loads
 from blockyard.kernels.programmatic_launch import pdl_options, prefetch, supports_pdl
 from blockyard.kernels.quantized.packed_weights import Codes, PackedWeights
 from blockyard.kernels.quantized.unpack_assembly import unpack_assembly
-from blockyard.kernels.quantized.unpack_tiles import scale_numbers
+from blockyard.kernels.tensor_checks import check_tensor
 
 CHUNK = 32  # inputs that a thread reads at once
 BLOCK = 128  # inputs of a warp in a step
@@ -57,12 +61,13 @@ class MmaTiling:
 
 @gluon.jit
 def _load_step(
-    x_ptr, codes_ptr, scales_ptr, zeros_ptr, step, row, expert, experts_ptr, start, inner, outs,
-    SIZE: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, ZEROS: gl.constexpr, TOP_K: gl.constexpr,
-    GATE: gl.constexpr, W: gl.constexpr, R: gl.constexpr, L: gl.constexpr, X: gl.constexpr,
+    x_ptr, norm_ptr, codes_ptr, scales_ptr, zeros_ptr, step, row, expert, experts_ptr, start, inner, outs,
+    SIZE: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, ZEROS: gl.constexpr, NORM: gl.constexpr,
+    TOP_K: gl.constexpr, GATE: gl.constexpr, W: gl.constexpr, R: gl.constexpr, L: gl.constexpr, X: gl.constexpr,
 ):  # fmt: skip
     """What is read of a weight for a step: words, then scales and zeros, if words have some of their own; at last the
-    inputs, if they are few. More would take so many registers that fewer programs run at a time."""
+    norm's weight and the inputs, if they are few. More would take so many registers that fewer programs run at a time.
+    """
     loaded = (load_words(codes_ptr, step, expert, experts_ptr, start, inner, outs, SIZE, TOP_K, GATE, W, R, L),)
     if SCALES and GROUP % 128 != 0:
         scale = load_factors(
@@ -72,34 +77,11 @@ def _load_step(
     if ZEROS:
         zero = load_factors(zeros_ptr, step, expert, experts_ptr, start, inner, outs, SIZE, GROUP, TOP_K, GATE, W, R, L)
         loaded = loaded + (zero,)  # type: ignore[assignment]  # noqa: RUF005
+    if NORM:
+        loaded = loaded + (load_norm(norm_ptr, step, SIZE, W, X),)  # type: ignore[assignment]  # noqa: RUF005
     if X.shape[3] == 8:
         loaded = loaded + (load_x(x_ptr, row, step, experts_ptr, SIZE, TOP_K, W, X),)  # type: ignore[assignment]  # noqa: RUF005
     return loaded
-
-
-@gluon.jit
-def _sum_factors(
-    scales_ptr, row_scales_ptr, scale_ptr, step, expert, experts_ptr, start, inner, outs,
-    SIZE: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, E8M0: gl.constexpr, ROW_SCALES: gl.constexpr,
-    SCALE: gl.constexpr, TOP_K: gl.constexpr, GATE: gl.constexpr, W: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
-    """What multiplies the sums of a step, [W, R, 1] in float32: scales of whole blocks; with TOP_K those of rows and of
-    routing, too."""
-    S: gl.constexpr = gl.SliceLayout(2, C)
-    BLOCKS: gl.constexpr = (SIZE + 127) // 128
-    block, own, k = block_of(step, along_2(W, 0, S), expert, experts_ptr, BLOCKS, W, TOP_K)
-    row = weight_rows(along_2(R, 1, S), start, inner, GATE)
-    block = gl.minimum(block, BLOCKS - 1)
-    factor = gl.full([W, R], 1.0, gl.float32, S)
-    if SCALES and GROUP % 128 == 0:
-        GROUPS: gl.constexpr = (SIZE + GROUP - 1) // GROUP
-        place = scales_ptr + own * outs * GROUPS + (row * GROUPS + block * 128 // GROUP)
-        factor *= scale_numbers(gl.load(place), E8M0)
-    if TOP_K and ROW_SCALES:
-        factor *= gl.load(row_scales_ptr + own * outs + row).to(gl.float32)
-    if TOP_K and SCALE:
-        factor *= gl.load(scale_ptr + k)
-    return gl.expand_dims(factor, 2)
 
 
 @gluon.jit
@@ -139,33 +121,42 @@ def _pairs_of(
 
 @gluon.jit
 def _add_step(
-    total, loaded, x_ptr, scales_ptr, row_scales_ptr, scale_ptr, row, step, expert, experts_ptr, start, inner, outs,
+    total, squares, loaded, x_ptr, scales_ptr, row_scales_ptr, scale_ptr, row, step, expert, experts_ptr, start, inner,
+    outs,
     SIZE: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, E8M0: gl.constexpr, EXACT: gl.constexpr,
-    ZEROS: gl.constexpr, ROW_SCALES: gl.constexpr, SCALE: gl.constexpr, TOP_K: gl.constexpr, GATE: gl.constexpr,
-    ASM: gl.constexpr, W: gl.constexpr, R: gl.constexpr, N: gl.constexpr, C: gl.constexpr, X: gl.constexpr,
+    ZEROS: gl.constexpr, NORM: gl.constexpr, ROW_SCALES: gl.constexpr, SCALE: gl.constexpr, TOP_K: gl.constexpr,
+    GATE: gl.constexpr, ASM: gl.constexpr, W: gl.constexpr, R: gl.constexpr, N: gl.constexpr, C: gl.constexpr,
+    X: gl.constexpr,
 ):  # fmt: skip
-    """total [W, R, N] and the products of what `_load_step` has loaded."""
+    """total [W, R, N] and the products of what `_load_step` has loaded, and squares [W, 4, N] and those of inputs."""
     x = loaded[-1] if N == 8 else load_x(x_ptr, row, step, experts_ptr, SIZE, TOP_K, W, X)
+    if NORM:
+        given = x.to(gl.float32)
+        squares += gl.sum(given * given, 2)
+        x = (given * loaded[-2].to(gl.float32)).to(x_ptr.dtype.element_ty)
     left = left_operand(
         loaded[0], loaded[1:], SCALES and GROUP % 128 != 0, E8M0, EXACT, ZEROS, x_ptr.dtype.element_ty, ASM, W, R, C
     )
     right = right_operand(x, W, N, C)
     if TOP_K or (SCALES and GROUP % 128 == 0):
         part = mma_v2(left, right, gl.zeros_like(total))
-        return total + part * _sum_factors(
+        total += part * sum_factors(
             scales_ptr, row_scales_ptr, scale_ptr, step, expert, experts_ptr, start, inner, outs,
             SIZE, GROUP, SCALES, E8M0, ROW_SCALES, SCALE, TOP_K, GATE, W, R, C,
         )  # fmt: skip
-    else:  # noqa: RET505, only one branch is compiled
-        return mma_v2(left, right, total)
+    else:
+        total = mma_v2(left, right, total)
+    return total, squares
 
 
 @gluon.jit
 def _add_steps(
-    x_ptr, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, scale_ptr, row, expert, experts_ptr, start, inner, outs,
+    x_ptr, norm_ptr, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, scale_ptr, row, expert, experts_ptr, start,
+    inner, outs, eps,
     SIZE: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, E8M0: gl.constexpr, EXACT: gl.constexpr,
-    ZEROS: gl.constexpr, ROW_SCALES: gl.constexpr, SCALE: gl.constexpr, TOP_K: gl.constexpr, GATE: gl.constexpr,
-    ASM: gl.constexpr, W: gl.constexpr, R: gl.constexpr, N: gl.constexpr, AHEAD: gl.constexpr, X: gl.constexpr,
+    ZEROS: gl.constexpr, NORM: gl.constexpr, ROW_SCALES: gl.constexpr, SCALE: gl.constexpr, TOP_K: gl.constexpr,
+    GATE: gl.constexpr, ASM: gl.constexpr, W: gl.constexpr, R: gl.constexpr, N: gl.constexpr, AHEAD: gl.constexpr,
+    X: gl.constexpr,
 ):  # fmt: skip
     """The sums of a program's rows of a weight and columns, float32 [R, N]. With TOP_K of that many experts."""
     C: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
@@ -173,31 +164,36 @@ def _add_steps(
     BLOCKS: gl.constexpr = (SIZE + 127) // 128
     STEPS: gl.constexpr = (BLOCKS * (TOP_K if TOP_K else 1) + W - 1) // W
     total = gl.zeros([W, R, N], gl.float32, C)
+    squares = gl.zeros([W, 4, N], gl.float32, gl.SliceLayout(2, X))
     waiting = ()
     for step in gl.static_range(min(AHEAD, STEPS)):
         one = _load_step(
-            x_ptr, codes_ptr, scales_ptr, zeros_ptr, step, row, expert, experts_ptr, start, inner, outs,
-            SIZE, GROUP, SCALES, ZEROS, TOP_K, GATE, W, R, L, X,
+            x_ptr, norm_ptr, codes_ptr, scales_ptr, zeros_ptr, step, row, expert, experts_ptr, start, inner, outs,
+            SIZE, GROUP, SCALES, ZEROS, NORM, TOP_K, GATE, W, R, L, X,
         )  # fmt: skip
         waiting = waiting + (one,)  # type: ignore[assignment]  # noqa: RUF005
     for step in range(STEPS - min(AHEAD, STEPS)):
         one = _load_step(
-            x_ptr, codes_ptr, scales_ptr, zeros_ptr, step + AHEAD, row, expert, experts_ptr, start, inner, outs,
-            SIZE, GROUP, SCALES, ZEROS, TOP_K, GATE, W, R, L, X,
+            x_ptr, norm_ptr, codes_ptr, scales_ptr, zeros_ptr, step + AHEAD, row, expert, experts_ptr, start, inner,
+            outs, SIZE, GROUP, SCALES, ZEROS, NORM, TOP_K, GATE, W, R, L, X,
         )  # fmt: skip
-        total = _add_step(
-            total, waiting[0], x_ptr, scales_ptr, row_scales_ptr, scale_ptr, row, step, expert, experts_ptr,  # type: ignore[misc]
+        total, squares = _add_step(
+            total, squares, waiting[0], x_ptr, scales_ptr, row_scales_ptr, scale_ptr, row, step, expert, experts_ptr,  # type: ignore[misc]
             start, inner, outs,
-            SIZE, GROUP, SCALES, E8M0, EXACT, ZEROS, ROW_SCALES, SCALE, TOP_K, GATE, ASM, W, R, N, C, X,
+            SIZE, GROUP, SCALES, E8M0, EXACT, ZEROS, NORM, ROW_SCALES, SCALE, TOP_K, GATE, ASM, W, R, N, C, X,
         )  # fmt: skip
         waiting = waiting[1:] + (one,)  # type: ignore[assignment]  # noqa: RUF005
     for i in gl.static_range(min(AHEAD, STEPS)):
-        total = _add_step(
-            total, waiting[i], x_ptr, scales_ptr, row_scales_ptr, scale_ptr, row, STEPS - min(AHEAD, STEPS) + i, expert,
-            experts_ptr, start, inner, outs,
-            SIZE, GROUP, SCALES, E8M0, EXACT, ZEROS, ROW_SCALES, SCALE, TOP_K, GATE, ASM, W, R, N, C, X,
+        total, squares = _add_step(
+            total, squares, waiting[i], x_ptr, scales_ptr, row_scales_ptr, scale_ptr, row,
+            STEPS - min(AHEAD, STEPS) + i, expert, experts_ptr, start, inner, outs,
+            SIZE, GROUP, SCALES, E8M0, EXACT, ZEROS, NORM, ROW_SCALES, SCALE, TOP_K, GATE, ASM, W, R, N, C, X,
         )  # fmt: skip
-    return gl.sum(total, 0)
+    sums = gl.sum(total, 0)
+    if NORM:
+        mean = gl.convert_layout(gl.sum(gl.sum(squares, 1), 0), gl.SliceLayout(0, sums.type.layout)) / SIZE
+        sums *= gl.expand_dims(gl.rsqrt(mean + eps), 0)
+    return sums
 
 
 @gluon.jit
@@ -218,13 +214,13 @@ def _finished(
 
 @gluon.jit(do_not_specialize=["num_pairs"])
 def _experts_mma_kernel(
-    x_ptr, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, bias_ptr, scale_ptr, out_ptr, pairs_ptr, owners_ptr,
-    loads_ptr, num_pairs, outs, pairs_of_row,
+    x_ptr, norm_ptr, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, bias_ptr, scale_ptr, out_ptr, pairs_ptr,
+    owners_ptr, loads_ptr, num_pairs, outs, pairs_of_row, eps,
     SIZE: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, E8M0: gl.constexpr, EXACT: gl.constexpr,
     ZEROS: gl.constexpr, ROW_SCALES: gl.constexpr, ASM: gl.constexpr, R: gl.constexpr, N: gl.constexpr,
     W: gl.constexpr, AHEAD: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, SCALE: gl.constexpr,
     SCALE_FIRST: gl.constexpr, TOP_K: gl.constexpr, K_TILE: gl.constexpr, ALONE: gl.constexpr, EXPERTS: gl.constexpr,
-    BINS: gl.constexpr, PAIRS: gl.constexpr, PDL: gl.constexpr,
+    BINS: gl.constexpr, PAIRS: gl.constexpr, NORM: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     # program (i, j): rows i * R ... of an expert's weight, for the pairs of tile j; with TOP_K there is no map, and
     # pair j has tile j
@@ -248,8 +244,9 @@ def _experts_mma_kernel(
     row = gl.where(pairs < num_pairs, pairs, first) // pairs_of_row
     row = gl.expand_dims(gl.expand_dims(gl.expand_dims(row, 0), 1), 2)
     sums = _add_steps(
-        x_ptr, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, scale_ptr, row, expert, owners_ptr, start, inner, outs,
-        SIZE, GROUP, SCALES, E8M0, EXACT, ZEROS, ROW_SCALES, False, 0, GATE, ASM, W, R, N, AHEAD, X,
+        x_ptr, norm_ptr, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, scale_ptr, row, expert, owners_ptr, start,
+        inner, outs, eps,
+        SIZE, GROUP, SCALES, E8M0, EXACT, ZEROS, NORM, ROW_SCALES, False, 0, GATE, ASM, W, R, N, AHEAD, X,
     )  # fmt: skip
     pair = gl.expand_dims(gl.convert_layout(pairs, gl.SliceLayout(0, Y)), 0)
     here = pair < num_pairs
@@ -319,8 +316,9 @@ def _row_sums_kernel(
     Y: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
     rows = along_4(N, 3, X) * 0 + row * TOP_K
     sums = _add_steps(
-        x_ptr, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, scale_ptr + row * TOP_K, rows, 0, own_ptr, start, outs,
-        outs, SIZE, GROUP, SCALES, E8M0, EXACT, ZEROS, ROW_SCALES, SCALE, TOP_K, 0, ASM, W, R, N, AHEAD, X,
+        x_ptr, x_ptr, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, scale_ptr + row * TOP_K, rows, 0, own_ptr,
+        start, outs, outs, 0.0,
+        SIZE, GROUP, SCALES, E8M0, EXACT, ZEROS, False, ROW_SCALES, SCALE, TOP_K, 0, ASM, W, R, N, AHEAD, X,
     )  # fmt: skip
     y = gl.convert_layout(gl.sum(gl.where(along_2(N, 1, S) == 0, sums, 0.0), 1), Y)
     out = start + gl.arange(0, R, Y)
@@ -370,6 +368,7 @@ def grouped_mma(
     num_pairs: int,
     tiling: MmaTiling,
     *,
+    norm: RMSNorm | None = None,
     bias: Tensor | None = None,
     gate: Gate = Gate.NONE,
     scale: Tensor | None = None,
@@ -378,7 +377,8 @@ def grouped_mma(
 ) -> Tensor:
     """Computes `grouped_linear` with these weights. form: of them. A map has tiles of 8 or 16 pairs.
 
-    Raises ValueError for other shapes, dtypes and layouts.
+    norm: x is normalised first, of MOST_ALONE bfloat16 rows at most without a map; its weight may be float32. Raises
+    ValueError for other shapes, dtypes and layouts.
     """
     rows, (num_experts, outs, _) = len(x), weights.shape
     if (rows and num_pairs % rows) or (gate and outs % 2):
@@ -397,11 +397,17 @@ def grouped_mma(
     if columns not in (8, 16):
         raise ValueError(f"tiles of a map must have 8 or 16 pairs, got {columns}")
     counts, programs = top_k > 0 and loads is not None, ceil_div(outs, tiling.out_tile)
+    is_alone = top_k > 0 and rows <= MOST_ALONE
+    if norm is not None:
+        check_tensor("the norm's weight", norm.weight, (weights.inputs,), x.dtype, torch.float32)
+        if not is_alone or x.dtype != torch.bfloat16:  # products with the weight alone leave the range of float16
+            raise ValueError(f"{rows} rows of {x.dtype} are not normalised")
     _experts_mma_kernel[(programs, len(mapped.experts))](
-        x, *_pointers(weights), out if bias is None else bias, out if scale is None else scale, out, mapped.pairs,
-        mapped.experts, mapped.experts if loads is None else loads, num_pairs, outs, num_pairs // rows,
+        x, x if norm is None else norm.weight, *_pointers(weights), out if bias is None else bias,
+        out if scale is None else scale, out, mapped.pairs, mapped.experts, mapped.experts if loads is None else loads,
+        num_pairs, outs, num_pairs // rows, 0.0 if norm is None else norm.eps,
         N=columns, GATE=int(gate), BIAS=bias is not None, SCALE=scale is not None, SCALE_FIRST=scale_first,
-        TOP_K=top_k, K_TILE=next_power_of_2(max(top_k, 1)), ALONE=top_k > 0 and rows <= MOST_ALONE,
+        TOP_K=top_k, K_TILE=next_power_of_2(max(top_k, 1)), ALONE=is_alone, NORM=norm is not None,
         EXPERTS=num_experts if counts else 0, BINS=next_power_of_2(num_experts + 1),
         PAIRS=next_power_of_2(max(num_pairs, 16)) if counts else 16,
         **_constants(x, weights, form, tiling),

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from triton.runtime.jit import JITFunction
@@ -31,7 +32,12 @@ def _arguments(text: str) -> list[str]:
     return [one.strip() for one in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*", text)]
 
 
-def run_ptx(ptx: str, values: Sequence[torch.Tensor | int], grid: tuple[int, ...], threads: int, shared: int) -> None:
+def _bits(number: float) -> int:
+    """What a parameter holds: an int itself, of a float the bits of float32."""
+    return number if isinstance(number, int) else int(np.float32(number).view(np.uint32))
+
+
+def run_ptx(ptx: str, values: Sequence[torch.Tensor | float], grid: tuple[int, ...], threads: int, shared: int) -> None:
     """Runs all programs of a launch, one after the other.
 
     values: the arguments that are no constants, in order. Stores change the tensors, which have to be contiguous.
@@ -39,7 +45,7 @@ def run_ptx(ptx: str, values: Sequence[torch.Tensor | int], grid: tuple[int, ...
     tensors = [one for one in values if isinstance(one, torch.Tensor)]
     memory = Memory(tensors)
     bases = iter(memory.bases)
-    numbers = [next(bases) if isinstance(one, torch.Tensor) else one for one in values]
+    numbers = [next(bases) if isinstance(one, torch.Tensor) else _bits(one) for one in values]
     names = re.findall(r"\.param[^,)]*?(\w+_param_\d+)", ptx[ptx.index(".entry") : ptx.index("{", ptx.index(".entry"))])
     params = dict(zip(names, numbers, strict=False))
     lines: list[Line] = []

@@ -5,6 +5,7 @@ Each product has the kernels of its weight's form (`expert_products`). No weight
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
@@ -80,8 +81,10 @@ class GroupedExperts:
         return route_experts(logits, self._routing, bias, factors, self._table)
 
     def fuses_norm(self, rows: int) -> bool:
-        is_plain = not self._gate_up.rounds_inputs and not self._adaptable.is_active
-        return is_plain and self._config(rows).kernel == "skinny"
+        if self._gate_up.rounds_inputs or self._adaptable.is_active:
+            return False
+        kernel = self._config(rows).kernel
+        return kernel == "skinny" or (kernel == "mma_sums" and self.places is None and self.dtype == torch.bfloat16)
 
     def _config(self, rows: int) -> ExpertConfig:
         return expert_configs.pick(self.shape, rows, self._measured)
@@ -126,7 +129,7 @@ class GroupedExperts:
     ) -> Tensor | None:
         """load: see `LayerLoad`; None: not counted."""
         if config.kernel == "mma_sums" and self.places is None:  # a row's experts are different ones
-            total = self._sum_mma(config, x, experts, weights, shared, load, residual)
+            total = self._sum_mma(config, x, experts, weights, shared, load, residual, norm)
             return total if residual is None else None
         if config.kernel == "skinny":
             total = self._sum_skinny(config, x, experts, weights, shared, load, residual, norm)
@@ -169,14 +172,16 @@ class GroupedExperts:
         shared: Tensor | None,
         load: Tensor | None,
         residual: Tensor | None,
+        norm: RMSNorm | None,
     ) -> Tensor:
-        """As `_sum_skinny`, without a norm."""
+        """As `_sum_skinny`."""
         first, last = self._scales(weights)
         inner = self._gate_up.mma(
             x,
             experts,
             experts.numel(),
             MmaTiling(*config.gate_up),
+            norm=norm,
             gate=self._gate,
             scale=first,
             scale_first=self._scales_input,
