@@ -24,6 +24,7 @@ from blockyard.kernels.moe.four_bits.operands import (
     along_4,
     block_of,
     code_layout,
+    inverse_length,
     left_operand,
     load_factors,
     load_norm,
@@ -61,13 +62,12 @@ class MmaTiling:
 
 @gluon.jit
 def _load_step(
-    x_ptr, norm_ptr, codes_ptr, scales_ptr, zeros_ptr, step, row, expert, experts_ptr, start, inner, outs,
-    SIZE: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, ZEROS: gl.constexpr, NORM: gl.constexpr,
-    TOP_K: gl.constexpr, GATE: gl.constexpr, W: gl.constexpr, R: gl.constexpr, L: gl.constexpr, X: gl.constexpr,
+    x_ptr, codes_ptr, scales_ptr, zeros_ptr, step, row, expert, experts_ptr, start, inner, outs,
+    SIZE: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, ZEROS: gl.constexpr, TOP_K: gl.constexpr,
+    GATE: gl.constexpr, W: gl.constexpr, R: gl.constexpr, L: gl.constexpr, X: gl.constexpr,
 ):  # fmt: skip
     """What is read of a weight for a step: words, then scales and zeros, if words have some of their own; at last the
-    norm's weight and the inputs, if they are few. More would take so many registers that fewer programs run at a time.
-    """
+    inputs, if they are few. More would take so many registers that fewer programs run at a time."""
     loaded = (load_words(codes_ptr, step, expert, experts_ptr, start, inner, outs, SIZE, TOP_K, GATE, W, R, L),)
     if SCALES and GROUP % 128 != 0:
         scale = load_factors(
@@ -77,8 +77,6 @@ def _load_step(
     if ZEROS:
         zero = load_factors(zeros_ptr, step, expert, experts_ptr, start, inner, outs, SIZE, GROUP, TOP_K, GATE, W, R, L)
         loaded = loaded + (zero,)  # type: ignore[assignment]  # noqa: RUF005
-    if NORM:
-        loaded = loaded + (load_norm(norm_ptr, step, SIZE, W, X),)  # type: ignore[assignment]  # noqa: RUF005
     if X.shape[3] == 8:
         loaded = loaded + (load_x(x_ptr, row, step, experts_ptr, SIZE, TOP_K, W, X),)  # type: ignore[assignment]  # noqa: RUF005
     return loaded
@@ -121,79 +119,76 @@ def _pairs_of(
 
 @gluon.jit
 def _add_step(
-    total, squares, loaded, x_ptr, scales_ptr, row_scales_ptr, scale_ptr, row, step, expert, experts_ptr, start, inner,
+    total, loaded, x_ptr, norm_ptr, scales_ptr, row_scales_ptr, scale_ptr, row, step, expert, experts_ptr, start, inner,
     outs,
     SIZE: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, E8M0: gl.constexpr, EXACT: gl.constexpr,
     ZEROS: gl.constexpr, NORM: gl.constexpr, ROW_SCALES: gl.constexpr, SCALE: gl.constexpr, TOP_K: gl.constexpr,
     GATE: gl.constexpr, ASM: gl.constexpr, W: gl.constexpr, R: gl.constexpr, N: gl.constexpr, C: gl.constexpr,
     X: gl.constexpr,
 ):  # fmt: skip
-    """total [W, R, N] and the products of what `_load_step` has loaded, and squares [W, 4, N] and those of inputs."""
+    """total [W, R, N] and the products of what `_load_step` has loaded."""
     x = loaded[-1] if N == 8 else load_x(x_ptr, row, step, experts_ptr, SIZE, TOP_K, W, X)
     if NORM:
-        given = x.to(gl.float32)
-        squares += gl.sum(given * given, 2)
-        x = (given * loaded[-2].to(gl.float32)).to(x_ptr.dtype.element_ty)
+        x = (x * load_norm(norm_ptr, step, SIZE, W, X)).to(x_ptr.dtype.element_ty)
     left = left_operand(
         loaded[0], loaded[1:], SCALES and GROUP % 128 != 0, E8M0, EXACT, ZEROS, x_ptr.dtype.element_ty, ASM, W, R, C
     )
     right = right_operand(x, W, N, C)
     if TOP_K or (SCALES and GROUP % 128 == 0):
         part = mma_v2(left, right, gl.zeros_like(total))
-        total += part * sum_factors(
+        return total + part * sum_factors(
             scales_ptr, row_scales_ptr, scale_ptr, step, expert, experts_ptr, start, inner, outs,
             SIZE, GROUP, SCALES, E8M0, ROW_SCALES, SCALE, TOP_K, GATE, W, R, C,
         )  # fmt: skip
-    else:
-        total = mma_v2(left, right, total)
-    return total, squares
+    else:  # noqa: RET505, only one branch is compiled
+        return mma_v2(left, right, total)
 
 
 @gluon.jit
 def _add_steps(
     x_ptr, norm_ptr, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, scale_ptr, row, expert, experts_ptr, start,
-    inner, outs, eps,
+    inner, outs, first_row, eps,
     SIZE: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, E8M0: gl.constexpr, EXACT: gl.constexpr,
     ZEROS: gl.constexpr, NORM: gl.constexpr, ROW_SCALES: gl.constexpr, SCALE: gl.constexpr, TOP_K: gl.constexpr,
     GATE: gl.constexpr, ASM: gl.constexpr, W: gl.constexpr, R: gl.constexpr, N: gl.constexpr, AHEAD: gl.constexpr,
     X: gl.constexpr,
 ):  # fmt: skip
-    """The sums of a program's rows of a weight and columns, float32 [R, N]. With TOP_K of that many experts."""
+    """The sums of a program's rows of a weight and columns, float32 [R, N]. With TOP_K of that many experts. With NORM
+    all columns are of row `first_row`."""
     C: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
     L: gl.constexpr = code_layout(W, R)
     BLOCKS: gl.constexpr = (SIZE + 127) // 128
     STEPS: gl.constexpr = (BLOCKS * (TOP_K if TOP_K else 1) + W - 1) // W
     total = gl.zeros([W, R, N], gl.float32, C)
-    squares = gl.zeros([W, 4, N], gl.float32, gl.SliceLayout(2, X))
     waiting = ()
     for step in gl.static_range(min(AHEAD, STEPS)):
         one = _load_step(
-            x_ptr, norm_ptr, codes_ptr, scales_ptr, zeros_ptr, step, row, expert, experts_ptr, start, inner, outs,
-            SIZE, GROUP, SCALES, ZEROS, NORM, TOP_K, GATE, W, R, L, X,
+            x_ptr, codes_ptr, scales_ptr, zeros_ptr, step, row, expert, experts_ptr, start, inner, outs,
+            SIZE, GROUP, SCALES, ZEROS, TOP_K, GATE, W, R, L, X,
         )  # fmt: skip
         waiting = waiting + (one,)  # type: ignore[assignment]  # noqa: RUF005
+    length = 1.0
+    if NORM:  # while the first steps are loaded
+        length = inverse_length(x_ptr, first_row, eps, SIZE, W)
     for step in range(STEPS - min(AHEAD, STEPS)):
         one = _load_step(
-            x_ptr, norm_ptr, codes_ptr, scales_ptr, zeros_ptr, step + AHEAD, row, expert, experts_ptr, start, inner,
-            outs, SIZE, GROUP, SCALES, ZEROS, NORM, TOP_K, GATE, W, R, L, X,
+            x_ptr, codes_ptr, scales_ptr, zeros_ptr, step + AHEAD, row, expert, experts_ptr, start, inner, outs,
+            SIZE, GROUP, SCALES, ZEROS, TOP_K, GATE, W, R, L, X,
         )  # fmt: skip
-        total, squares = _add_step(
-            total, squares, waiting[0], x_ptr, scales_ptr, row_scales_ptr, scale_ptr, row, step, expert, experts_ptr,  # type: ignore[misc]
+        total = _add_step(
+            total, waiting[0], x_ptr, norm_ptr, scales_ptr, row_scales_ptr, scale_ptr, row, step, expert, experts_ptr,  # type: ignore[misc]
             start, inner, outs,
             SIZE, GROUP, SCALES, E8M0, EXACT, ZEROS, NORM, ROW_SCALES, SCALE, TOP_K, GATE, ASM, W, R, N, C, X,
         )  # fmt: skip
         waiting = waiting[1:] + (one,)  # type: ignore[assignment]  # noqa: RUF005
     for i in gl.static_range(min(AHEAD, STEPS)):
-        total, squares = _add_step(
-            total, squares, waiting[i], x_ptr, scales_ptr, row_scales_ptr, scale_ptr, row,
+        total = _add_step(
+            total, waiting[i], x_ptr, norm_ptr, scales_ptr, row_scales_ptr, scale_ptr, row,
             STEPS - min(AHEAD, STEPS) + i, expert, experts_ptr, start, inner, outs,
             SIZE, GROUP, SCALES, E8M0, EXACT, ZEROS, NORM, ROW_SCALES, SCALE, TOP_K, GATE, ASM, W, R, N, C, X,
         )  # fmt: skip
     sums = gl.sum(total, 0)
-    if NORM:
-        mean = gl.convert_layout(gl.sum(gl.sum(squares, 1), 0), gl.SliceLayout(0, sums.type.layout)) / SIZE
-        sums *= gl.expand_dims(gl.rsqrt(mean + eps), 0)
-    return sums
+    return sums * length if NORM else sums
 
 
 @gluon.jit
@@ -245,7 +240,7 @@ def _experts_mma_kernel(
     row = gl.expand_dims(gl.expand_dims(gl.expand_dims(row, 0), 1), 2)
     sums = _add_steps(
         x_ptr, norm_ptr, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, scale_ptr, row, expert, owners_ptr, start,
-        inner, outs, eps,
+        inner, outs, first // pairs_of_row, eps,
         SIZE, GROUP, SCALES, E8M0, EXACT, ZEROS, NORM, ROW_SCALES, False, 0, GATE, ASM, W, R, N, AHEAD, X,
     )  # fmt: skip
     pair = gl.expand_dims(gl.convert_layout(pairs, gl.SliceLayout(0, Y)), 0)
@@ -317,7 +312,7 @@ def _row_sums_kernel(
     rows = along_4(N, 3, X) * 0 + row * TOP_K
     sums = _add_steps(
         x_ptr, x_ptr, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, scale_ptr + row * TOP_K, rows, 0, own_ptr,
-        start, outs, outs, 0.0,
+        start, outs, outs, row, 0.0,
         SIZE, GROUP, SCALES, E8M0, EXACT, ZEROS, False, ROW_SCALES, SCALE, TOP_K, 0, ASM, W, R, N, AHEAD, X,
     )  # fmt: skip
     y = gl.convert_layout(gl.sum(gl.where(along_2(N, 1, S) == 0, sums, 0.0), 1), Y)

@@ -9,6 +9,7 @@ import torch
 from packed_experts import FORMS, draw, rounding_of
 from torch import Tensor
 
+from blockyard.kernels.layers.add_rms_norm import add_rms_norm
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.layers.rounding import InputRounding
 from blockyard.kernels.moe import quantized_grouped, quantized_skinny
@@ -179,11 +180,12 @@ def test_norm_of_few_rows() -> None:
         got = gate_up_quantized(x, weights, experts, SkinnyTiling(4, 64, 4), Gate.SILU, norm=norm)
         want = gate_up_skinny_reference(x, dequantized(weights), experts, Gate.SILU, norm=norm)
         assert error(got, want) <= 2e-5
-    weights = draw("fp8 rows", EXPERTS, 24, 128, DEVICE)
-    with pytest.raises(ValueError, match="the norm is computed before"):
-        gate_up_quantized(
-            x, weights, experts, SkinnyTiling(4, 64, 4), Gate.SILU, norm=norm, rounding=rounding_of("fp8 rows")
-        )
+    tiling, normed = SkinnyTiling(4, 128, 4), add_rms_norm(x, None, norm.weight, norm.eps)
+    for form in ("fp8 rows", "fp8 g32", "int8 inputs with zeros"):
+        weights, rounding = draw(form, EXPERTS, 24, 128, DEVICE), rounding_of(form)
+        got = gate_up_quantized(x, weights, experts, tiling, Gate.SILU, norm=norm, rounding=rounding)
+        want = gate_up_quantized(normed, weights, experts, tiling, Gate.SILU, rounding=rounding)
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

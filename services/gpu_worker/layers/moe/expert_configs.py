@@ -23,6 +23,7 @@ class ExpertShape(msgspec.Struct, frozen=True, order=True):
     takes_prefill: bool = True  # `grouped_linear_prefill` can read the weights
     form: str = DENSE  # of the weights with its parameters, see `ExpertProduct`
     takes_mma: bool = False  # `four_bits.experts_mma` multiplies both weights
+    rounds_inputs: bool = False  # to 8 bits
 
 
 class ExpertConfig(msgspec.Struct, frozen=True):
@@ -122,6 +123,15 @@ QUANTIZED_SKINNY = (
     ExpertConfig("skinny", (4, 512, 4), (4, 256, 8)),
     ExpertConfig("skinny", (2, 1024, 2), (2, 1024, 8)),
 )
+# The same with inputs that are rounded. Each program rounds what it reads, which takes more instructions than a
+# product: programs of few outputs spend most of their time on it.
+ROUNDING_SKINNY = (
+    ExpertConfig("skinny", (8, 1024, 4), (8, 256, 4)),
+    ExpertConfig("skinny", (8, 2048, 8), (16, 256, 8)),
+    ExpertConfig("skinny", (8, 1024, 4), (8, 256, 8)),
+    ExpertConfig("skinny", (4, 1024, 4), (4, 256, 4)),
+    ExpertConfig("skinny", (4, 1024, 4), (2, 512, 8)),
+)
 QUANTIZED_GROUPED = {  # most pairs an expert, on average -> candidates
     8.0: (
         _grouped(16, (64, 128, 4, 4), (64, 128, 4, 4)),
@@ -199,7 +209,8 @@ def candidates(shape: ExpertShape, rows: int) -> tuple[ExpertConfig, ...]:
             return _of_number(shape.inner, MMA_SUMS) + MMA_OF_ROW + QUANTIZED_SKINNY[:1] + grouped[:1]
         return mma + grouped[:2] if pairs <= MOST_MMA_PAIRS else grouped[:2] + mma
     if is_skinny:
-        return (QUANTIZED_SKINNY if is_quantized else _of_number(shape.inner, SKINNY)) + grouped
+        quantized = ROUNDING_SKINNY if shape.rounds_inputs else QUANTIZED_SKINNY
+        return (quantized if is_quantized else _of_number(shape.inner, SKINNY)) + grouped
     if shape.takes_prefill and pairs >= FEWEST_PREFILL_PAIRS:
         return PREFILL + grouped
     return grouped

@@ -54,7 +54,8 @@ class GroupedExperts:
         self._methods = weights.gate_up, weights.down
         self._numbers = [one for method in self._methods for one in method.numbers()]
         takes_mma = self.is_on_device and all(one.takes_mma for one in both)
-        self.shape = ExpertShape(self._num_own, routing.top_k, hidden, inner, takes_prefill, form, takes_mma)
+        rounds = any(one.rounds_inputs for one in both)
+        self.shape = ExpertShape(self._num_own, routing.top_k, hidden, inner, takes_prefill, form, takes_mma, rounds)
         self._measured: Mapping[int, ExpertConfig] = {}
         self._invariant = expert_configs.batch_invariant(self.shape)
 
@@ -81,10 +82,12 @@ class GroupedExperts:
         return route_experts(logits, self._routing, bias, factors, self._table)
 
     def fuses_norm(self, rows: int) -> bool:
-        if self._gate_up.rounds_inputs or self._adaptable.is_active:
+        config = self._config(rows)
+        if self._adaptable.is_active:
             return False
-        kernel = self._config(rows).kernel
-        return kernel == "skinny" or (kernel == "mma_sums" and self.places is None and self.dtype == torch.bfloat16)
+        if config.kernel == "skinny":
+            return self._gate_up.takes_norm(SkinnyTiling(*config.gate_up).in_tile)
+        return config.kernel == "mma_sums" and self.places is None and self.dtype == torch.bfloat16
 
     def _config(self, rows: int) -> ExpertConfig:
         return expert_configs.pick(self.shape, rows, self._measured)
