@@ -71,7 +71,7 @@ from blockyard.shared.config.services.lora import LoraConfig
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import Geometry
-from blockyard.shared.quantization import KEY
+from blockyard.shared.quantization.reading import KEY
 
 DTYPES = {
     "half": torch.float16,

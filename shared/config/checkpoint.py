@@ -13,8 +13,9 @@ from blockyard.shared.config.worker_fields import on_gpu
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.json_objects import merge_patch, read_json
 from blockyard.shared.messages import SamplingDefaults
-from blockyard.shared.quantization import CONFIG, GGUF, KEY, NAMES, settle_quantization
-from blockyard.shared.quantization_settings import table
+from blockyard.shared.quantization.method import check_quantization, settle_quantization
+from blockyard.shared.quantization.reading import CONFIG, KEY
+from blockyard.shared.quantization.table import GGUF, NAMES
 
 UNSAID_WINDOWS = {  # sliding window in tokens, for a config.json without one
     "Cohere2ForCausalLM": 4096,
@@ -98,7 +99,7 @@ def quantized_overrides(values: Values, checkpoint: Checkpoint) -> dict[str, Any
         overrides[KEY] = None if given is None else merge_patch(checkpoint.quantization, given)
     merged = merge_patch(checkpoint.config, overrides)
     asked = asked_quantization(values)
-    table.check(merged, checkpoint.quantization_file)
+    check_quantization(merged, checkpoint.quantization_file)
     if asked is None:
         return overrides
     on_gpu_refused = NAMES[asked.lower()].refused_on_gpu

@@ -18,7 +18,7 @@ from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.config.services.worker import USUAL_SEQS, LogprobsMode, capture_sizes
 from blockyard.shared.config.text_part import text_part
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.quantization import has_fp8_kv
+from blockyard.shared.quantization.method import has_fp8_kv
 
 FP8 = "fp8"
 FLAG = "compilation-config"

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from blockyard.shared.quantization_settings.reading import Word, check_names, check_word
+from blockyard.shared.quantization.reading import Word, check_names, check_word
 
 DEEPSPEED = "deepspeedfp"
 READ_BITS = 8  # of deepspeedfp
@@ -18,7 +18,7 @@ class Fp8Settings(msgspec.Struct, frozen=True):
     ignored_layers: list[str] = []
     activation_scale_ub: float | None = None
     bits: int = READ_BITS
-    from_16_bits: bool = False  # the checkpoint is not quantized: see `shared.quantization`
+    from_16_bits: bool = False  # the checkpoint is not quantized: see `shared.quantization.table`
 
     def __post_init__(self) -> None:
         check_word("activation_scheme", self.activation_scheme, ("dynamic", "static"))
@@ -79,12 +79,3 @@ class ModelOptSettings(Algorithm, frozen=True):
     @property
     def left_out(self) -> list[str]:
         return [*self.exclude_modules, *self.ignore, *self.modules_to_not_convert]
-
-
-class Mxfp4Settings(msgspec.Struct, frozen=True):
-    """The fields of quantization_config that count."""
-
-    modules_to_not_convert: list[str] = []
-
-    def __post_init__(self) -> None:
-        check_names(modules_to_not_convert=self.modules_to_not_convert)

@@ -12,10 +12,11 @@ from blockyard.shared.config.checkpoint import Checkpoint, file_format, quantize
 from blockyard.shared.config.flags import FLAGS
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.quantization import NAMES, TABLE, quantization_method
-from blockyard.shared.quantization_settings.files import read_quantization
+from blockyard.shared.quantization.files import read_quantization
+from blockyard.shared.quantization.method import quantization_method
+from blockyard.shared.quantization.table import NAMES, TABLE
 
-README = Path(__file__).parents[2] / "services/gpu_worker/quantization/README.md"
+README = Path(__file__).parents[3] / "services/gpu_worker/quantization/README.md"
 LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"]}
 
 

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.quantization import CONFIG, KEY, stated
 
+KEY, CONFIG = "quantization_config", "config.json"
 REGEX = "re:"  # in front of a regular expression among names
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+|\.\.\.)\]")  # of the path of an error: a field, or an element
 _MOST_SHOWN = 80  # characters of a value
@@ -21,6 +21,12 @@ class Word(str):
     """A word of a file in lower case: the packages that write files read words so."""
 
     __slots__ = ()
+
+
+def stated(said: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns quantization_config with the fields of the object in which ModelOpt has them."""
+    inner = said.get("quantization")
+    return {**said, **inner} if isinstance(inner, Mapping) else said
 
 
 def read(said: Mapping[str, Any], struct: type[T], file: str = CONFIG) -> T:
@@ -113,3 +119,16 @@ def check_word(field: str, value: str, known: Iterable[str]) -> None:
     known = tuple(known)
     if value not in known:
         raise ValueError(f"{field} {value!r} is none of {', '.join(known)}")
+
+
+class NoSettings(msgspec.Struct, frozen=True):
+    """Of a format whose tensors say all."""
+
+
+class LeftOutNames(msgspec.Struct, frozen=True):
+    """Of a format that reads nothing but the names of matrices that are not quantized."""
+
+    modules_to_not_convert: list[str] = []
+
+    def __post_init__(self) -> None:
+        check_names(modules_to_not_convert=self.modules_to_not_convert)

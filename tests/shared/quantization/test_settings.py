@@ -16,11 +16,10 @@ from blockyard.services.launcher.models import model_files
 from blockyard.shared.config import parsed_flags
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.quantization import TABLE
-from blockyard.shared.quantization_settings.groups import CompressedSettings, NumberArgs
-from blockyard.shared.quantization_settings.integers import AwqSettings, GptqSettings
-from blockyard.shared.quantization_settings.reading import convert
-from blockyard.shared.quantization_settings.table import SETTINGS, check
+from blockyard.shared.quantization.groups import CompressedSettings, NumberArgs
+from blockyard.shared.quantization.integers import AwqSettings, GptqSettings
+from blockyard.shared.quantization.method import check_quantization
+from blockyard.shared.quantization.reading import convert
 
 LLAMA = {"architectures": ["LlamaForCausalLM"]}
 WEIGHTS = {"num_bits": 4, "group_size": 32}
@@ -34,11 +33,7 @@ def compressed(fields: Mapping[str, Any] = NONE, group: Mapping[str, Any] = NONE
 
 
 def check_config(said: Any) -> None:
-    check({"quantization_config": said})
-
-
-def test_every_module_has_settings() -> None:
-    assert set(SETTINGS) == {one.module for one in TABLE if one.module}
+    check_quantization({"quantization_config": said})
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from blockyard.shared.quantization_settings.reading import Word, check_names, check_word
+from blockyard.shared.quantization.reading import Word, check_names, check_word
 
 # compressed-tensors
 

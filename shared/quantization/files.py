@@ -8,8 +8,9 @@ import msgspec
 
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.json_objects import read_json
-from blockyard.shared.quantization import CONFIG, GGUF, KEY, quantization_method, stated
-from blockyard.shared.quantization_settings.table import read_settings
+from blockyard.shared.quantization.method import quantization_method, read_settings
+from blockyard.shared.quantization.reading import CONFIG, KEY, stated
+from blockyard.shared.quantization.table import GGUF
 
 OLDER_KEY = "compression_config"  # of compressed-tensors
 # files beside config.json -> `quant_method`, where they do not say it
@@ -71,7 +72,7 @@ def _describe(name: str, said: Mapping[str, Any], other: Any, other_name: str = 
             return ""
         if methods[0].module != methods[1].module:
             return f"{name} says {methods[0].name}, {other_name} {methods[1].name}"
-        mine, theirs = (read_settings(one, methods[0].module) for one in (said, other))
+        mine, theirs = (read_settings(one, methods[0]) for one in (said, other))
     except ConfigError:
         return ""
     for field in mine.__struct_fields__:

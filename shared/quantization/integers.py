@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from blockyard.shared.quantization_settings.reading import (
+from blockyard.shared.quantization.reading import (
     Word,
     check_expression,
     check_names,
@@ -173,7 +173,7 @@ class BitsAndBytesSettings(msgspec.Struct, frozen=True):
     bnb_4bit_quant_storage: Word = Word("uint8")
     llm_int8_skip_modules: list[str] = []
     modules_to_not_convert: list[str] = []
-    from_16_bits: bool = False  # the checkpoint is not quantized: see `shared.quantization`
+    from_16_bits: bool = False  # the checkpoint is not quantized: see `shared.quantization.table`
 
     def __post_init__(self) -> None:
         if self.load_in_4bit and self.load_in_8bit:
@@ -277,12 +277,3 @@ class AqlmSettings(msgspec.Struct, frozen=True):
         sizes = self.in_group_size, self.out_group_size, self.num_codebooks
         if min(sizes) < 1 or not 1 <= self.nbits_per_codebook <= 16:
             raise ValueError(f"groups {sizes[:2]}, {sizes[2]} codebooks of {self.nbits_per_codebook} bits: not known")
-
-
-class ExpertsInt8Settings(msgspec.Struct, frozen=True):
-    """The fields of quantization_config that count."""
-
-    modules_to_not_convert: list[str] = []
-
-    def __post_init__(self) -> None:
-        check_names(modules_to_not_convert=self.modules_to_not_convert)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.quantization_settings.files import read_quantization
+from blockyard.shared.quantization.files import read_quantization
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 OLDER = {"quant_method": "GPTQ", "bits": "4", "group_size": 32.0, "damp_percent": 0.1}
