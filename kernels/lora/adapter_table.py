@@ -4,8 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.tensor_checks import check_tensor
 
 OFFSETS = 3  # of A, B and the bias
@@ -90,8 +92,14 @@ def add_adapters_reference(
     experts: Tensor | None = None,
     weights: Tensor | None = None,
     tiles: AdapterTiles | None = None,
+    norm: RMSNorm | None = None,
+    gated: bool = False,
 ) -> None:
     """See `add_adapters`. The order of `tiles` changes nothing."""
+    if gated:
+        gate, up = x.float().chunk(2, -1)
+        x = (F.silu(gate) * up).to(x.dtype)
+    x = x if norm is None else norm(x)
     starts, sizes = table.starts.tolist(), table.sizes.tolist()
     h, own = torch.zeros(len(out), table.num_parts, table.max_rank, device=x.device), len(out) // max(len(places), 1)
     chosen = [0] * len(out) if experts is None else experts.flatten().tolist()

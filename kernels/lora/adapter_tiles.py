@@ -52,9 +52,7 @@ def load_tile(rows_ptr, owners_ptr, tile, num_rows, TILE: tl.constexpr, ROWS: tl
 def next_tile(tile, owner, num_tiles, TILE: tl.constexpr):
     """The next tile of a program; behind a tile without rows there is none."""
     following = tile + tl.num_programs(0)
-    if TILE == 1:
-        return following
-    return tl.where(owner < 0, num_tiles, following)
+    return following if TILE == 1 else tl.where(owner < 0, num_tiles, following)
 
 
 @triton.jit
@@ -62,4 +60,5 @@ def multiply(a, b, total):
     """total + a @ b, on tensor cores if both have the same dtype of 16 bits."""
     if a.dtype != b.dtype:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
-    return tl.dot(a, b, total, input_precision="ieee")
+    else:  # noqa: RET505, only one branch is compiled
+        return tl.dot(a, b, total, input_precision="ieee")

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
+from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.lora.adapter_table import ALIGNED, OFFSETS, AdapterTable, AdapterTiles, Between
 from blockyard.kernels.lora.adapter_tiles import LARGE_TILE, TILE, tile_rows
 from blockyard.kernels.lora.expand import expand_kernel
+from blockyard.kernels.lora.few_rows import add_to_few_rows
 from blockyard.kernels.lora.shrink import shrink_kernel
 from blockyard.kernels.moe.map_experts import map_experts
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
@@ -34,6 +36,8 @@ def add_adapters(
     experts: Tensor | None = None,
     weights: Tensor | None = None,
     tiles: AdapterTiles | None = None,
+    norm: RMSNorm | None = None,
+    gated: bool = False,
 ) -> None:
     """Adds the products of adapters to out [rows, outputs], in place.
 
@@ -45,16 +49,25 @@ def add_adapters(
     [pairs, outputs] has a row for each of them, x is [rows, in] or [pairs, in], and weights [rows, top_k] float32
     multiply what is added; None: nothing does.
 
+    norm: the products are of norm(x). gated: x is [rows, 2 * in], and they are of silu(gate) * up, the gate first. Both
+    only without experts, and a norm without `between`.
+
     tiles: the rows by place, from `tile_rows`, or the pairs by expert, from `map_experts`; None: they are made here.
     Those by place are read before the kernel launched last has ended, which must not be the one that writes them.
     """
     table.check(x, places, out, experts)
-    (pairs, inputs), parts = (len(out), x.shape[1]), table.num_parts
+    if (norm is not None or gated) and (experts is not None or (norm is not None and between is not None)):
+        raise ValueError("rows of experts are neither normalised nor gated, nor are those of several GPUs normalised")
+    (pairs, inputs), parts = (len(out), x.shape[1] // (2 if gated else 1)), table.num_parts
     if not pairs or not parts:
         return
     if weights is not None:
         check_tensor("weights", weights, () if experts is None else tuple(experts.shape), torch.float32)
     is_early = tiles is not None and experts is None
+    is_few = tiles is not None and is_early and tiles.tile == 1 and between is None and table.own_ranks is None
+    if is_few and not table.batch_invariant:  # others sum in the order of larger tiles
+        add_to_few_rows(x, places, table, out, norm, gated=gated, pdl=supports_pdl(x.device))
+        return
     if tiles is None:
         tiles = _make_tiles(places, table, experts)
     num_tiles, tile, pdl = len(tiles.owners), tiles.tile, supports_pdl(x.device)
@@ -66,15 +79,17 @@ def add_adapters(
     splits, num_numbers = ceil_div(inputs, steps * in_tile), ceil_div(parts * padded, numbers)
     make = torch.empty if between is None else torch.zeros  # of numbers that other GPUs have, it adds zeros
     h = make((splits, pairs, parts, table.max_rank), dtype=torch.float32, device=x.device)
+    squares = h if norm is None else torch.empty((splits, pairs), dtype=torch.float32, device=x.device)
     own = table.ranks if table.own_ranks is None else table.own_ranks
     facts = {
         "OFFSETS": OFFSETS, "ALIGNED": ALIGNED, "TILE": tile, "ROWS": rows, "EXPERTS": experts is not None,
-        "EARLY": is_early, "PDL": pdl, **pdl_options(pdl),
+        "NORM": norm is not None, "EARLY": is_early, "PDL": pdl, **pdl_options(pdl),
     }  # fmt: skip
     shrink_kernel[_groups(num_tiles, num_numbers * splits), num_numbers, splits](
-        x, tiles.rows, tiles.owners, places, table.arena, table.offsets, table.ranks, own, h, pairs, num_tiles, steps,
-        x.stride(0), inputs, parts, table.max_rank, padded, pairs // len(x), pairs // len(places), table.place_stride,
-        NUMBERS=numbers, INPUTS=in_tile, OWN=table.own_ranks is not None,
+        x, x if norm is None else norm.weight, tiles.rows, tiles.owners, places, table.arena, table.offsets,
+        table.ranks, own, h, squares, pairs, num_tiles, steps, x.stride(0), inputs, parts, table.max_rank, padded,
+        pairs // len(x), pairs // len(places), table.place_stride,
+        NUMBERS=numbers, INPUTS=in_tile, OWN=table.own_ranks is not None, GATED=gated,
         num_stages=2 if rows > LARGE_TILE else 3, num_warps=8 if rows > LARGE_TILE else 4, **facts,
     )  # fmt: skip
     if between is not None:
@@ -82,11 +97,12 @@ def add_adapters(
     outputs = 64 if tile == 1 or rows > LARGE_TILE else 128
     of_part = ceil_div(table.largest, outputs)
     expand_kernel[_groups(num_tiles, parts * of_part), parts * of_part](
-        h, tiles.rows, tiles.owners, places, h if weights is None else weights, table.arena, table.offsets, table.ranks,
-        table.starts, table.sizes, out, pairs, num_tiles, splits, out.stride(0), parts, table.max_rank, of_part,
-        pairs // len(places), table.place_stride, OUTPUTS=outputs, RANKS=min(padded, 32),
-        SPLITS=1 if between is not None else most_splits, WIDE=_WIDE, WIDE_OUTPUTS=table.is_wide,
-        WEIGHTS=weights is not None, num_stages=1, num_warps=8 if rows >= LARGE_TILE else 4, **facts,
+        h, squares, tiles.rows, tiles.owners, places, h if weights is None else weights, table.arena, table.offsets,
+        table.ranks, table.starts, table.sizes, out, pairs, num_tiles, splits, out.stride(0), parts, table.max_rank,
+        of_part, pairs // len(places), table.place_stride, inputs, 0.0 if norm is None else norm.eps,
+        OUTPUTS=outputs, RANKS=min(padded, 32), SPLITS=1 if between is not None else most_splits, WIDE=_WIDE,
+        WIDE_OUTPUTS=table.is_wide, WEIGHTS=weights is not None, num_stages=1,
+        num_warps=8 if rows >= LARGE_TILE else 4, **facts,
     )  # fmt: skip
 
 

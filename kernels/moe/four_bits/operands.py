@@ -129,31 +129,6 @@ def load_factors(
 
 
 @gluon.jit
-def sum_factors(
-    scales_ptr, row_scales_ptr, scale_ptr, step, expert, experts_ptr, start, inner, outs,
-    SIZE: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, E8M0: gl.constexpr, ROW_SCALES: gl.constexpr,
-    SCALE: gl.constexpr, TOP_K: gl.constexpr, GATE: gl.constexpr, W: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
-    """What multiplies the sums of a step, [W, R, 1] in float32: scales of whole blocks; with TOP_K those of rows and of
-    routing, too."""
-    S: gl.constexpr = gl.SliceLayout(2, C)
-    BLOCKS: gl.constexpr = (SIZE + 127) // 128
-    block, own, k = block_of(step, along_2(W, 0, S), expert, experts_ptr, BLOCKS, W, TOP_K)
-    row = weight_rows(along_2(R, 1, S), start, inner, GATE)
-    block = gl.minimum(block, BLOCKS - 1)
-    factor = gl.full([W, R], 1.0, gl.float32, S)
-    if SCALES and GROUP % 128 == 0:
-        GROUPS: gl.constexpr = (SIZE + GROUP - 1) // GROUP
-        place = scales_ptr + own * outs * GROUPS + (row * GROUPS + block * 128 // GROUP)
-        factor *= scale_numbers(gl.load(place), E8M0)
-    if TOP_K and ROW_SCALES:
-        factor *= gl.load(row_scales_ptr + own * outs + row).to(gl.float32)
-    if TOP_K and SCALE:
-        factor *= gl.load(scale_ptr + k)
-    return gl.expand_dims(factor, 2)
-
-
-@gluon.jit
 def load_x(
     x_ptr, row, step, experts_ptr,
     SIZE: gl.constexpr, TOP_K: gl.constexpr, W: gl.constexpr, X: gl.constexpr,

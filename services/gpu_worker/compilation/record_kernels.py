@@ -7,7 +7,9 @@ kernels run, on zeros.
 import hashlib
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,8 @@ import triton
 from torch import Tensor
 
 from blockyard import kernels
+from blockyard.kernels.layers.linear_skinny import MAX_ROWS
+from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.lora.adapter_table import AdapterTiles
 from blockyard.kernels.lora.adapter_tiles import FEW_ROWS, LARGE_TILE, MANY_ROWS, rows_of_tile
 from blockyard.kernels.moe.map_experts import FEW_PAIRS
@@ -114,10 +118,9 @@ def _launch_steps(model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, num_e
         if size.is_adapted:
             seen.add(tile)
     if model.adapter_rows.tile_rows is not None:
-        _launch_tiles(model.adapter_rows.tile_rows, most, device)
-        for rows in [one for one in (1, FEW_ROWS + 1, MANY_ROWS + 1) if one <= most]:  # of a prompt's log-probabilities
-            model.adapter_rows.begin(torch.zeros(rows, dtype=torch.int32, device=device))
-            model.logits(adapted.hidden.new_zeros(rows, adapted.hidden.shape[1]))
+        if not need.batch_invariant:
+            _launch_fused(model, steps)
+        _launch_tiles(model, model.adapter_rows.tile_rows, adapted.hidden, most)
     for descriptor in _descriptors(steps, most, settings.serves_adapters):
         words = torch.empty(sum(descriptor.parts), dtype=torch.int64)
         write_padding(words, descriptor)
@@ -131,11 +134,36 @@ def _launch_steps(model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, num_e
         prompts.compute_logits([ScoredPrompt(0, 0, 1, np.zeros(1, np.int64), 1)], output.logits)
 
 
-def _launch_tiles(tile_rows: Callable[[Tensor], AdapterTiles], most: int, device: torch.device) -> None:
-    """Launches the kernels that group rows by adapter, for so many rows at most."""
+def _launch_fused(model: Model, steps: DecodeSteps) -> None:
+    """Launches few rows with adapters where all layers that ask for it are fused, and where none is: the tuner may
+    install other kernels later."""
+    few = [size for size in steps.sizes if size.is_adapted and size.rows <= MAX_ROWS]
+    sizes = {rows_of_tile(size.rows, batch_invariant=False): size for size in few}.values()
+    for is_fused in (True, False):
+        with ExitStack() as stack:
+            for linear in model.linears():
+                product = partial(_multiply_nothing, linear.shape[1])
+                stack.enter_context(linear.only_fused({size.rows: product for size in sizes if is_fused}))
+            for size in sizes:
+                steps.forward(size)
+
+
+def _launch_tiles(model: Model, tile_rows: Callable[[Tensor], AdapterTiles], hidden: Tensor, most: int) -> None:
+    """Launches the kernels that group rows by adapter, for so many rows at most, and those of the logits of a prompt's
+    rows. hidden: of any rows."""
     few = range(1, min(MANY_ROWS, most) + 1)
     for rows in (*few, *range(MANY_ROWS + 1, min(most, FEW_PAIRS) + 1, LARGE_TILE), most):
-        tile_rows(torch.zeros(rows, dtype=torch.int32, device=device))
+        tile_rows(torch.zeros(rows, dtype=torch.int32, device=hidden.device))
+    for rows in [one for one in (1, FEW_ROWS + 1, MANY_ROWS + 1) if one <= most]:
+        model.adapter_rows.begin(torch.zeros(rows, dtype=torch.int32, device=hidden.device))
+        model.logits(hidden.new_zeros(rows, hidden.shape[1]))
+
+
+def _multiply_nothing(
+    outputs: int, x: Tensor, norm: RMSNorm | None = None, gated: bool = False, add_to: Tensor | None = None
+) -> Tensor:
+    """A `FusedProduct` without a kernel."""
+    return x.new_empty(len(x), outputs) if add_to is None else add_to
 
 
 def _descriptors(steps: DecodeSteps, most: int, serves_adapters: bool) -> list[BatchDescriptor]:

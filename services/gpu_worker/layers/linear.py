@@ -8,8 +8,8 @@ time. Measured in all three layouts, on one thread and on two, the bits of a row
 group. Without the copy they did, because the alignment differed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +52,9 @@ class AdaptedRows(Protocol):
     def add_to(self, out: Tensor, x: Tensor) -> Tensor:
         """Adds the products of x [rows, in] to out [rows, out], in place. Returns out; of a head, with further columns
         behind it where adapters add tokens."""
+
+    def fused(self, product: FusedProduct) -> FusedProduct | None:
+        """Returns this product of the layer with what adapters add to it. None: they need the layer's own input."""
 
     def only(self, rows: Tensor) -> AbstractContextManager[None]:
         """Meanwhile products are of these rows of the step alone: rows [n] int64."""
@@ -182,8 +185,7 @@ class Linear:
     def adapt(self, adapted: AdaptedRows) -> None:
         """Adds to each product, in steps in which it is active. Other steps run the kernels that they ran without it.
 
-        In an active step nothing is fused and inputs are not rounded by the operation before: an adapter multiplies
-        the layer's own input, and its product is added to the layer's own output.
+        In an active step inputs are not rounded by the operation before: an adapter multiplies the layer's own input.
         """
         self._adapted = adapted
 
@@ -197,7 +199,20 @@ class Linear:
         return self._adapted is not None and self._adapted.is_active
 
     def fused(self, rows: int) -> FusedProduct | None:
-        return None if self.is_adapted else self._fused.get(rows)
+        product = self._fused.get(rows)
+        if product is None or self._adapted is None or not self._adapted.is_active:
+            return product
+        return self._adapted.fused(product)
+
+    @contextmanager
+    def only_fused(self, fused: Mapping[int, FusedProduct]) -> Iterator[None]:
+        """Meanwhile these are the fused kernels by number of rows, if the layer asks for some. For launches that are
+        recorded."""
+        before, self._fused = self._fused, {} if self.fusion is Fusion.NONE else fused
+        try:
+            yield
+        finally:
+            self._fused = before
 
     @property
     def step_rounding(self) -> InputRounding | None:

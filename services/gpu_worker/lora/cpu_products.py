@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.layers.adapter_rows import AdapterRows
-from blockyard.services.gpu_worker.layers.linear import Linear
+from blockyard.services.gpu_worker.layers.linear import FusedProduct, Linear
 from blockyard.services.gpu_worker.lora.cpu_head_products import CpuAdaptedHeads
 from blockyard.services.gpu_worker.lora.cpu_token_products import (
     CpuAdaptedEmbedding,
@@ -49,6 +49,9 @@ class CpuAdaptedRows:
 
     def only(self, rows: Tensor) -> AbstractContextManager[None]:
         return self._rows.only(rows)
+
+    def fused(self, product: FusedProduct) -> None:
+        """No kernel is fused on the CPU."""
 
     def add_to(self, out: Tensor, x: Tensor) -> Tensor:
         for place, rows in self._rows.groups():

@@ -8,6 +8,7 @@ import torch
 from adapter_tables import DEVICE, DTYPES, ERROR, in_places, make_table
 from compile_for_hopper import SHARED, shared_bytes
 
+from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.lora.adapter_table import AdapterTable, add_adapters_reference
 from blockyard.kernels.lora.adapter_tiles import tile_rows
 from blockyard.kernels.lora.add_adapters import add_adapters
@@ -59,6 +60,26 @@ def test_tiles_of_a_step(rows: int, dtype: torch.dtype) -> None:
     same = (chosen < 0) | (chosen == 1)
     assert torch.equal(out[same], before[same]), "rows without an adapter keep their bits"
     assert float((out.double() - want.double()).norm() / want.double().norm()) <= ERROR[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 3, 4, 7])
+def test_rows_are_normalised_or_gated_as_they_are_read(rows: int, dtype: torch.dtype) -> None:
+    """Where the product that they are added to has done the same. Large rows, as they are behind many layers: their
+    products before the division by a length are more than float16 holds. A part has a bias alone."""
+    table = make_table([[3, 0, 20], [0, 0, 1], [0, 8, 40]], [24, 16, 8], 600, dtype, bias=True)
+    chosen = torch.tensor([0, 2, -1, 1, 0, 1, 2][:rows], dtype=torch.int32, device=DEVICE)
+    out, size = torch.randn(rows, 48, device=DEVICE).to(dtype), 2000 if dtype != torch.float32 else 1
+    x, both = torch.randn(rows, 600, device=DEVICE) * size, torch.randn(rows, 1200, device=DEVICE)
+    weight = 1 + torch.rand(600, device=DEVICE) * 40
+    for one in (RMSNorm(weight.to(dtype), 1e-5), RMSNorm(weight, 1e-5), None):
+        got, want, rows_of = out.clone(), out.clone(), (both if one is None else x).to(dtype)
+        tiles = tile_rows(chosen, 3) if rows % 2 else None
+        add_adapters(rows_of, chosen, table, got, norm=one, gated=one is None, tiles=tiles)
+        add_adapters_reference(rows_of, chosen, table, want, norm=one, gated=one is None)
+        assert torch.equal(got[chosen < 0], out[chosen < 0]) and bool(got.isfinite().all())
+        error = float((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-12))
+        assert error <= ERROR[dtype], f"relative error {error}"
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
@@ -179,9 +200,15 @@ def test_what_does_not_fit_is_refused() -> None:
     for chosen, to in ((experts, out), (experts.long(), out.repeat(3, 1)), (experts[:1], out.repeat(3, 1))):
         with pytest.raises(ValueError):
             add_adapters(x, places, table, to, experts=chosen)
+    norm = RMSNorm(torch.ones(16, device=DEVICE), 1e-6)
+    with pytest.raises(ValueError, match="nor are those of several GPUs normalised"):
+        add_adapters(x, places, table, out, lambda h: h, norm=norm)
 
 
 LAUNCHES = """
+from dataclasses import replace
+
+from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.lora import add_adapters as file
 from blockyard.kernels.lora.adapter_table import AdapterTable
 from blockyard.kernels.lora.adapter_tiles import tile_rows
@@ -193,6 +220,12 @@ for rows, rank, parts in ((1, 16, 3), (64, 16, 3), (2048, 512, 3), (2048, 16, 1)
     table = AdapterTable(arena, offsets, ints(8, parts), ints(parts), ints(parts), 4096, rank, is_wide=True)
     x, out, tiles = torch.zeros(rows, 4096).bfloat16(), torch.zeros(rows, 6144).bfloat16(), tile_rows(ints(rows), 8)
     file.add_adapters(x, ints(rows), table, out, tiles=tiles)
+    if rows == 1:
+        file.add_adapters(x, ints(rows), table, out, tiles=tiles, norm=RMSNorm(x[0], 1e-5))
+        file.add_adapters(x.repeat(1, 2), ints(rows), table, out, tiles=tiles, gated=True)
+        halves = replace(table, arena=arena.half())  # --lora-dtype may be another dtype than the model's
+        file.add_adapters(x, ints(rows), halves, out, tiles=tiles)
+        file.add_adapters(x.half(), ints(rows), halves, out.half(), tiles=tiles, norm=RMSNorm(x[0].half(), 1e-5))
 table = AdapterTable(arena, offsets.repeat(1, 192, 1), ints(8, 192), ints(3), ints(3), 768, 16, is_wide=True)
 x, out, weights = torch.zeros(64, 2048).bfloat16(), torch.zeros(512, 1536).bfloat16(), torch.zeros(64, 8)
 file.add_adapters(x, ints(64), table, out, experts=ints(64, 8), weights=weights)
@@ -201,5 +234,6 @@ file.add_adapters(x, ints(64), table, out, experts=ints(64, 8), weights=weights)
 
 def test_sizes_of_an_8b_model_compile_for_an_h100(tmp_path: Path) -> None:
     found = shared_bytes(LAUNCHES, tmp_path)
-    assert {name for name, _ in found} == {"shrink_kernel", "expand_kernel", "map_experts_kernel"}
+    names = {f"{name}_kernel" for name in ("shrink", "expand", "shrink_few", "expand_few", "map_experts")}
+    assert {name for name, _ in found} == names
     assert max(size for _, size in found) <= SHARED // 2, "two programs fit a multiprocessor"

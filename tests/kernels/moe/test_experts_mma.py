@@ -11,8 +11,11 @@ from packed_experts import FORMS, draw
 from ptx.experts_mma_cases import GROUPED, SUMS, Case, check_grouped, check_sums
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
-from blockyard.kernels.moe.four_bits import experts_mma as file
-from blockyard.kernels.moe.four_bits.experts_mma import MmaTiling, grouped_mma, mma_form, row_sums
+from blockyard.kernels.moe.four_bits import grouped_mma as grouped_file
+from blockyard.kernels.moe.four_bits import row_sums as sums_file
+from blockyard.kernels.moe.four_bits.grouped_mma import grouped_mma
+from blockyard.kernels.moe.four_bits.mma_form import MmaTiling, mma_form
+from blockyard.kernels.moe.four_bits.row_sums import row_sums
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.quantized.packed_weights import Codes
 
@@ -26,10 +29,10 @@ EMULATED = """
 import torch
 from ptx.launches import emulate_launches
 from ptx.experts_mma_cases import {cases}, {check}
-from blockyard.kernels.moe.four_bits import experts_mma
+from blockyard.kernels.moe.four_bits import mma_form
 
 emulate_launches()
-experts_mma.supports_pdl = lambda device: True
+mma_form.supports_pdl = lambda device: True
 torch.manual_seed(1)
 for case in {cases}:
     {check}(case, "cpu")
@@ -39,7 +42,8 @@ for case in {cases}:
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch, nan_torch: object) -> None:
     """New tensors are found if they are not written."""
-    monkeypatch.setattr(file, "torch", nan_torch)
+    for file in (grouped_file, sums_file):
+        monkeypatch.setattr(file, "torch", nan_torch)
     torch.manual_seed(1)
 
 

@@ -1,4 +1,5 @@
-"""Runs compiled PTX on the CPU: for kernels in Gluon, which has no interpreter.
+"""Runs compiled PTX on the CPU: for kernels in Gluon, which has no interpreter, and for what Triton's interpreter does
+not show, as bfloat16 and the alignment of wide loads.
 
 - `memory`: global memory, whose accesses are checked, and shared memory.
 - `instructions`: what instructions compute, for all threads of a program at once.

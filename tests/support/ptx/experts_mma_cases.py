@@ -8,7 +8,9 @@ from torch import Tensor
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.experts_skinny import down_skinny_reference
-from blockyard.kernels.moe.four_bits.experts_mma import MmaForm, MmaTiling, grouped_mma, mma_form, row_sums
+from blockyard.kernels.moe.four_bits.grouped_mma import grouped_mma
+from blockyard.kernels.moe.four_bits.mma_form import MmaForm, MmaTiling, mma_form
+from blockyard.kernels.moe.four_bits.row_sums import row_sums
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.grouped_linear import grouped_linear_reference
 from blockyard.kernels.moe.map_experts import map_experts_reference
@@ -87,6 +89,7 @@ def check_sums(case: Case, device: str) -> None:
 # of each layout of scales and zeros; incomplete blocks, chunks and tiles; more and fewer steps than are ahead
 GROUPED = (
     Case(form="mxfp4", rows=1, inputs=416, outs=38, tiling=MmaTiling(16, 2, 1), gate=Gate.CLAMPED_SWIGLU),
+    Case(form="mxfp4", rows=5, inputs=96, outs=20, tiling=MmaTiling(16, 2, 1)),
     Case(form="int4 g64 uint8 zeros", rows=17, inputs=160, outs=22, tiling=MmaTiling(32, 2, 1), tile=16),
     Case(form="nvfp4", rows=9, inputs=256, outs=40, tiling=MmaTiling(16, 2, 2), dtype=torch.float16, scale_first=True),
     Case(form="int4 g128", rows=2, inputs=288, outs=36, tiling=MmaTiling(16, 2, 1), gate=Gate.SILU, normed=True),

@@ -1,10 +1,10 @@
 """Compiles kernels for an H100 as they are launched on CPU tensors, and runs what was compiled there."""
 
 import re
+import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 from triton.runtime.jit import JITFunction
@@ -32,9 +32,9 @@ def _arguments(text: str) -> list[str]:
     return [one.strip() for one in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*", text)]
 
 
-def _bits(number: float) -> int:
-    """What a parameter holds: an int itself, of a float the bits of float32."""
-    return number if isinstance(number, int) else int(np.float32(number).view(np.uint32))
+def _word(number: float) -> int:
+    """A number as it is passed."""
+    return int.from_bytes(struct.pack("<f", number), "little") if isinstance(number, float) else number
 
 
 def run_ptx(ptx: str, values: Sequence[torch.Tensor | float], grid: tuple[int, ...], threads: int, shared: int) -> None:
@@ -45,7 +45,7 @@ def run_ptx(ptx: str, values: Sequence[torch.Tensor | float], grid: tuple[int, .
     tensors = [one for one in values if isinstance(one, torch.Tensor)]
     memory = Memory(tensors)
     bases = iter(memory.bases)
-    numbers = [next(bases) if isinstance(one, torch.Tensor) else _bits(one) for one in values]
+    numbers = [next(bases) if isinstance(one, torch.Tensor) else _word(one) for one in values]
     names = re.findall(r"\.param[^,)]*?(\w+_param_\d+)", ptx[ptx.index(".entry") : ptx.index("{", ptx.index(".entry"))])
     params = dict(zip(names, numbers, strict=False))
     lines: list[Line] = []

@@ -1,4 +1,5 @@
-"""One program of a launch: all its threads in step. Branches go forward, or are uniform; registers keep bits."""
+"""One program of a launch: all its threads in step. Branches go forward, or are uniform among threads that have not
+gone forward; registers keep bits."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -76,10 +77,10 @@ class Program:
                 assert not wanted.any(), "a return of some threads"
             elif parts[0] == "bra":
                 target = self._labels[args[0]]
-                if wanted.all():
-                    at = target
+                if wanted.all() or (target < at and wanted.any()):
+                    assert wanted[begins < at].all(), "some threads go back, and others on"
+                    begins[wanted], at = 0, target
                 else:
-                    assert target >= at or not wanted.any(), "some threads go back"
                     begins[wanted] = target
             elif parts[0] not in WITHOUT_EFFECT:
                 self._step(parts, args, wanted)
@@ -97,6 +98,11 @@ class Program:
             self._access(name, parts, args, wanted)
         elif name == "mma":
             self._mma(parts, args)
+        elif name in ("ldmatrix", "stmatrix"):
+            self._matrices(name, parts, args)
+        elif name == "cp":
+            if parts[2] == "cg":  # others wait for copies, which are done at once here
+                self._copy(args, wanted)
         elif name in ("shfl", "vote", "redux", "atom"):
             self._exchange(name, parts, args, wanted)
         elif name == "setp":
@@ -141,9 +147,10 @@ class Program:
             each = self._predicate(args[1]).reshape(-1, 32).astype(np.uint64) << np.arange(32, dtype=np.uint64)
             made = np.repeat(each.sum(1, dtype=np.uint64), 32)
         else:
-            assert parts[-2:] == ["min", "s32"]
-            least = signed(self._get(args[1], 32), 32).reshape(-1, 32).min(1)
-            made = np.repeat(least, 32).view(np.uint64) & MASKS[32]
+            assert parts[-2] in ("min", "max") and parts[-1] == "s32"
+            each = signed(self._get(args[1], 32), 32).reshape(-1, 32)
+            chosen = each.min(1) if parts[-2] == "min" else each.max(1)
+            made = np.repeat(chosen, 32).view(np.uint64) & MASKS[32]
         self._set(args[0].split("|")[0], made, wanted)
 
     def _unpack(self, args: list[str], wanted: Bits, width: int) -> None:
@@ -169,6 +176,34 @@ class Program:
         else:
             pieces = [self._get(one, size * 8).view(np.uint8).reshape(-1, 8)[:, :size] for one in registers]
             memory.store(addresses, np.concatenate(pieces, 1), wanted)
+
+    def _copy(self, args: list[str], wanted: Bits) -> None:
+        """To shared memory, of the first bytes of a piece: the others become zero."""
+        size, count = int(args[2], 0), self._get(args[3], 32) if len(args) > 3 else self._full(int(args[2], 0))
+        found = self._memory.load(self._address(args[1]), size, wanted & (count > 0))
+        found[np.arange(size) >= count.astype(np.int64)[:, None]] = 0
+        self._shared.store(self._address(args[0]), found, wanted)
+
+    def _matrices(self, name: str, parts: list[str], args: list[str]) -> None:
+        """Of 8 x 8 numbers of 16 bits, between shared memory and registers. Eight threads have the addresses of a
+        matrix's rows; a thread gets two numbers of a row, or of a column."""
+        registers, place = (args[0], args[1]) if name == "ldmatrix" else (args[1], args[0])
+        addresses, number, everyone = self._address(place), np.arange(self._threads), np.ones(self._threads, bool)
+        own, pair = number % 32 // 4, number % 4 * 2
+        for i, register in enumerate(_names(registers)):
+            rows_of = number // 32 * 32 + 8 * i  # the thread that has the address of row 0
+            made = self._full(0)
+            for j in (0, 1):
+                row, column = (pair + j, own) if "trans" in parts else (own, pair + j)
+                at, shift = addresses[rows_of + row] + (2 * column).astype(np.uint64), np.uint64(16 * j)
+                if name == "ldmatrix":
+                    low, high = self._shared.load(at, 2, everyone).astype(np.uint64).T
+                    made |= (low | high << np.uint64(8)) << shift
+                else:
+                    half_word = self._get(register, 32) >> shift
+                    self._shared.store(at, half_word.view(np.uint8).reshape(-1, 8)[:, :2], everyone)
+            if name == "ldmatrix":
+                self._set(register, made, everyone)
 
     def _mma(self, parts: list[str], args: list[str]) -> None:
         assert "m16n8k16" in parts

@@ -22,14 +22,14 @@ class ExpertShape(msgspec.Struct, frozen=True, order=True):
     inner: int
     takes_prefill: bool = True  # `grouped_linear_prefill` can read the weights
     form: str = DENSE  # of the weights with its parameters, see `ExpertProduct`
-    takes_mma: bool = False  # `four_bits.experts_mma` multiplies both weights
+    takes_mma: bool = False  # the kernels of `four_bits` multiply both weights
     rounds_inputs: bool = False  # to 8 bits
 
 
 class ExpertConfig(msgspec.Struct, frozen=True):
     """How both products are computed."""
 
-    # `experts_skinny`, `grouped_linear`, `grouped_linear_prefill`; of `four_bits.experts_mma` "mma" for both products,
+    # `experts_skinny`, `grouped_linear`, `grouped_linear_prefill`; of `four_bits` "mma" for both products,
     # and "mma_sums" with a second one that sums a row's experts, too
     kernel: Literal["skinny", "grouped", "prefill", "mma", "mma_sums"]
     gate_up: tuple[int, ...]  # fields of the kernel's tiling, in order

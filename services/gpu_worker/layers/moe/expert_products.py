@@ -7,7 +7,9 @@ from torch import Tensor
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.experts_skinny import SkinnyTiling, down_skinny, gate_up_skinny
-from blockyard.kernels.moe.four_bits.experts_mma import MmaTiling, grouped_mma, mma_form, row_sums
+from blockyard.kernels.moe.four_bits.grouped_mma import grouped_mma
+from blockyard.kernels.moe.four_bits.mma_form import MmaTiling, mma_form
+from blockyard.kernels.moe.four_bits.row_sums import row_sums
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.grouped_linear import GroupedTiling, grouped_linear
 from blockyard.kernels.moe.grouped_linear_prefill import PrefillTiling, fits, grouped_linear_prefill

@@ -12,7 +12,7 @@ from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.combine_experts import combine_experts
 from blockyard.kernels.moe.experts_skinny import SkinnyTiling
 from blockyard.kernels.moe.few_rows import MAX_ROWS
-from blockyard.kernels.moe.four_bits.experts_mma import MmaTiling
+from blockyard.kernels.moe.four_bits.mma_form import MmaTiling
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.grouped_linear import GroupedTiling
 from blockyard.kernels.moe.grouped_linear_prefill import PrefillTiling

@@ -33,6 +33,11 @@ class PageLayout:
     def num_pages(self) -> int:
         return -(-self._end // self.page_size)
 
+    @property
+    def size(self) -> int:
+        """Elements of all pages."""
+        return self.num_pages * self.page_size
+
 
 class AdapterPages:
     """Which adapter has which pages, by digest."""

@@ -177,8 +177,7 @@ class DevicePlaces:
         for count in counts:
             layout.add(count)
         if layout.num_pages > self._largest.num_pages or max(counts, default=0) > self._page_size:
-            of_place = self._largest.num_pages * self._page_size
-            size, most = (one * self._dtype.itemsize / MIB for one in (sum(counts), of_place))
+            size, most = (one * self._dtype.itemsize / MIB for one in (sum(counts), self._largest.size))
             raise AdapterError(f"the adapter takes {size:.1f} MiB on the device, a place has {most:.1f} MiB")
 
     def _head_rows(self, tokens: TokenDeltas) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:

@@ -4,13 +4,16 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.lora.adapter_table import AdapterTable, AdapterTiles, Between
 from blockyard.kernels.lora.adapter_tokens import AdapterTokens
 from blockyard.services.gpu_worker.layers.adapter_rows import AdapterRows
+from blockyard.services.gpu_worker.layers.linear import FusedProduct
 
 
 class AddAdapters(Protocol):
@@ -26,6 +29,8 @@ class AddAdapters(Protocol):
         experts: Tensor | None = None,
         weights: Tensor | None = None,
         tiles: AdapterTiles | None = None,
+        norm: RMSNorm | None = None,
+        gated: bool = False,
     ) -> None: ...
 
 
@@ -73,6 +78,22 @@ class DeviceAdaptedRows:
         self.kernels.add(x, self.rows.places, self.table, out, self.between, tiles=self.rows.tiles)
         return out
 
+    def fused(self, product: FusedProduct) -> FusedProduct | None:
+        """The first product of adapters normalises and gates as `product` does."""
+        return None if self.between is not None else partial(self._add_to_fused, product)
+
+    def _add_to_fused(
+        self,
+        product: FusedProduct,
+        x: Tensor,
+        norm: RMSNorm | None = None,
+        gated: bool = False,
+        add_to: Tensor | None = None,
+    ) -> Tensor:
+        out = product(x, norm=norm, gated=gated, add_to=add_to)
+        self.kernels.add(x, self.rows.places, self.table, out, tiles=self.rows.tiles, norm=norm, gated=gated)
+        return out
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceAdaptedHead:
@@ -91,6 +112,9 @@ class DeviceAdaptedHead:
     def add_to(self, out: Tensor, x: Tensor) -> Tensor:
         self.linear.kernels.replace_logits(x, self.linear.rows.places, self.tokens, out)
         return self.linear.add_to(out, x)
+
+    def fused(self, product: FusedProduct) -> None:
+        """Rows of adapters multiply the layer's own input."""
 
 
 @dataclass(frozen=True, slots=True)

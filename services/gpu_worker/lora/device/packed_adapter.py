@@ -63,29 +63,30 @@ class PackedAdapter:
 class AdapterPacker:
     """Moves tensors into memory that a device copies from.
 
-    A thread may `copy`: it copies a chunk in one call, which leaves the interpreter to the steps.
+    That memory is pinned in buffers of CHUNK_BYTES, whatever pages are: others would be padded to a power of two. A
+    thread may `copy`: it copies a chunk in one call, which leaves the interpreter to the steps.
     """
 
     def __init__(self, link: HostLink, dtype: torch.dtype, page_size: int) -> None:
         self.layout = PageLayout(page_size)
-        self._link, self._dtype, self._chunk_size = link, dtype, CHUNK_BYTES // dtype.itemsize
+        self._link, self._dtype, self._buffer_size = link, dtype, CHUNK_BYTES // dtype.itemsize
         self._pieces: list[tuple[int, list[Tensor]]] = []  # of each chunk, with its first element
         self._end = 0
-        self._room = 0  # of the last chunk
+        self._room = 0  # of the last buffer
         self._gap = torch.zeros(ALIGNED, dtype=dtype)
 
     def add(self, tensor: Tensor) -> int:
         """Puts a tensor behind the others. Returns its first element."""
         count = tensor.numel()
         first = self.layout.add(count)
-        if first != self._end or first % self.layout.page_size == 0:
-            self._end, self._room = first, 0
+        begins = first != self._end or first % self.layout.page_size == 0
+        self._end = first
         for part in (tensor.flatten(), self._gap[: aligned(count) - count]):
             done = 0
             while done < len(part):
-                if not self._room:
+                if begins or not self._room:
                     self._pieces.append((self._end, []))
-                    self._room = self._chunk_size
+                    self._room, begins = self._room or self._buffer_size, False
                 step = min(len(part) - done, self._room)
                 self._pieces[-1][1].append(part[done : done + step])
                 done, self._end, self._room = done + step, self._end + step, self._room - step
@@ -93,10 +94,13 @@ class AdapterPacker:
 
     def copy(self) -> list[PackedChunk]:
         """Returns the chunks, once all tensors are there."""
-        chunks: list[PackedChunk] = []
-        for first, pieces in self._pieces:
-            values = self._link.host_tensor((sum(map(len, pieces)),), self._dtype)
-            chunks.append(PackedChunk(first, torch.cat(pieces, out=values)))
+        counts = [sum(map(len, pieces)) for _, pieces in self._pieces]
+        chunks, left, room = list[PackedChunk](), sum(counts), torch.empty(0)  # of a buffer
+        for (first, pieces), count in zip(self._pieces, counts, strict=True):
+            if not len(room):
+                room = self._link.host_tensor((min(left, self._buffer_size),), self._dtype)
+            chunks.append(PackedChunk(first, torch.cat(pieces, out=room[:count])))
+            left, room = left - count, room[count:]
             pieces.clear()
         return chunks
 
@@ -170,7 +174,8 @@ def addresses(elements: Tensor, pages: Sequence[int], page_size: int) -> Tensor:
     """
     of_pages = torch.tensor(pages or [0]) * page_size
     own = elements.clamp(min=0)
-    return torch.where(elements < 0, elements, of_pages[own // page_size] + own % page_size)
+    page = (own // page_size).clamp(max=len(of_pages) - 1)  # a matrix without elements may be behind the last one
+    return torch.where(elements < 0, elements, of_pages[page] + own % page_size)
 
 
 def on_host(values: "np.ndarray[tuple[int, ...], np.dtype[np.integer]]", link: HostLink) -> Tensor:

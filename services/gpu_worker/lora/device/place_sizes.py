@@ -11,7 +11,9 @@ from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
 from blockyard.services.gpu_worker.lora.targets import AdaptedLayer, ModelTargets, adapted_layers
 from blockyard.services.gpu_worker.models.interface import Model
 
-PAGE_BYTES = 2 << 20  # or as many as the largest matrix has
+PAGE_BYTES = 2 << 20  # at least, and as many as the largest matrix has
+QUARTERS = range(4, 17)  # of that, sizes of pages to choose from
+MOST_MORE = 1.05  # memory of a smaller page to that of the best size: adapters with small pages share memory better
 
 
 class TokenSizes:
@@ -76,9 +78,15 @@ def largest_counts(
 
 
 def place_layout(counts: Sequence[int], item_size: int) -> PageLayout:
-    """The pages of a place that has matrices of so many elements. A matrix fits one page."""
+    """The pages of a place that has matrices of so many elements. A matrix fits one page.
+
+    The size of pages leaves little memory unused: where two matrices almost fit a page, that may be a third of it.
+    """
     sizes = [aligned(count) for count in counts] or [0]
-    layout = PageLayout(max(*sizes, min(PAGE_BYTES // item_size, sum(sizes)), 1))
-    for count in counts:
-        layout.add(count)
-    return layout
+    least = max(*sizes, min(PAGE_BYTES // item_size, sum(sizes)), 1)
+    layouts = [PageLayout(aligned(least * quarters // 4)) for quarters in QUARTERS]
+    for layout in layouts:
+        for count in counts:
+            layout.add(count)
+    most = MOST_MORE * min(layout.size for layout in layouts)
+    return next(layout for layout in layouts if layout.size <= most)

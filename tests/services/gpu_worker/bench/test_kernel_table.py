@@ -86,9 +86,14 @@ def test_all_kernels_of_experts_are_measured(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_adapters_are_measured_alone_and_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = adapters.LayerWidths("qkv", 48, (32, 16, 16)), adapters.LayerWidths("down", 64, (24,))
-    for name, value in {"LAYERS": layers, "CASES": ((1, 1), (4, 2)), "RANK": 3, "DTYPE": torch.float16}.items():
+    experts = adapters.LayerWidths("gate and up", 48, (24, 24), 5), adapters.LayerWidths("down", 24, (48,), 5)
+    fields = {"LAYERS": layers, "CASES": ((1, 1), (4, 2)), "RANK": 3, "DTYPE": torch.float16}
+    for name, value in (fields | {"EXPERT_LAYERS": experts, "EXPERT_CASES": ((1, 1), (4, 2)), "TOP_K": 2}).items():
         monkeypatch.setattr(adapters, name, value)
-    rows = adapters.measure()
+    *rows, gate_up, down, _, _ = adapters.measure()
+    of_experts = 2 * (2 * 3 * (2 * 48 + 48) + 48 + 2 * 2 * 48), 2 * (2 * 3 * (24 + 48) + 2 * 24 + 2 * 2 * 48)
+    assert [gate_up.rate, down.rate] == [f"{one / 1e-5 / 1e9:,.0f} GB/s" for one in of_experts]
+    assert gate_up.shape == "1 rows, 2 of adapters and experts hit, 1 adapter of rank 3"
     assert [one.shape.partition(",")[0] for one in rows] == ["1 x 48 x 64", "1 x 64 x 24", "4 x 48 x 64", "4 x 64 x 24"]
     assert rows[2].shape.endswith("2 adapters of rank 3")
     num_bytes = 2 * (3 * (3 * 48 + 64) + 48 + 2 * 64)

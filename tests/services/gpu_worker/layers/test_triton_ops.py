@@ -5,28 +5,48 @@ from typing import Any
 
 import pytest
 import torch
+from placed_adapters import KERNELS
 
 from blockyard.kernels.layers.linear_skinny import linear_skinny
 from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.kernels.lora.adapter_table import NO_OFFSET, AdapterTable
+from blockyard.kernels.lora.add_adapters import add_adapters
+from blockyard.services.gpu_worker.layers.adapter_rows import AdapterRows
 from blockyard.services.gpu_worker.layers.fused_ops import FusedOps, TorchOps
-from blockyard.services.gpu_worker.layers.linear import dense_linear
+from blockyard.services.gpu_worker.layers.linear import Linear, dense_linear
 from blockyard.services.gpu_worker.layers.norm import LayerNorm, Norm
 from blockyard.services.gpu_worker.layers.triton_ops import TritonOps
 from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.services.gpu_worker.lora.device.device_products import AdapterKernels, DeviceAdaptedRows
 from blockyard.services.gpu_worker.quantization.method import Fusion
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def adapt(linear: Linear, places: list[int]) -> None:
+    """Gives rows of a layer adapters of two places."""
+    (inputs, outs), rows, ints = linear.shape, AdapterRows(), {"dtype": torch.int32, "device": DEVICE}
+    arena, size = torch.randn(2 * 16 * (inputs + outs), device=DEVICE) / 8, 16 * (inputs + outs)
+    offsets = torch.tensor([[[at, at + 16 * inputs, NO_OFFSET]] for at in (0, size)], device=DEVICE)
+    ranks, sizes = torch.tensor([[16], [5]], **ints), torch.tensor([outs], **ints)
+    table = AdapterTable(arena, offsets, ranks, torch.zeros(1, **ints), sizes, outs, 16)
+    rows.begin(torch.tensor(places, **ints))
+    linear.adapt(DeviceAdaptedRows(rows, table, AdapterKernels(add_adapters, *KERNELS[1:])))
+
+
+@pytest.mark.parametrize("places", [None, [1, 0], [-1, 0]])
 @pytest.mark.parametrize("is_fused", [False, True])
-def test_fused_products(is_fused: bool) -> None:
-    """A layer's products, in separate kernels and fused with norm, gate and sum, against plain torch."""
+def test_fused_products(is_fused: bool, places: list[int] | None) -> None:
+    """A layer's products, in separate kernels and fused with norm, gate and sum, against plain torch; with adapters of
+    these places."""
     rows, hidden, inner = 2, 32, 48
     torch.manual_seed(3)
     shapes = {Fusion.NORM: (40, hidden), Fusion.ADD: (hidden, 40), Fusion.GATED_ADD: (hidden, inner)}
     linears = {
         fusion: dense_linear(torch.randn(*shape, device=DEVICE), fusion=fusion) for fusion, shape in shapes.items()
     }
+    for linear in linears.values() if places is not None else ():
+        adapt(linear, places)
     norm = RMSNorm(torch.randn(hidden, device=DEVICE), 1e-6)
     residual, delta = torch.randn(2, rows, hidden, device=DEVICE)
     gate_up = torch.randn(rows, 2 * inner, device=DEVICE)

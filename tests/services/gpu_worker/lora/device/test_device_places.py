@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import reference_experts
@@ -20,15 +21,19 @@ from blockyard.kernels.lora.adapter_tiles import tile_rows
 from blockyard.kernels.lora.adapter_tokens import adapt_embeddings_reference, replace_logits_reference
 from blockyard.kernels.lora.add_to_heads import add_to_heads_reference
 from blockyard.services.gpu_worker.compilation import record_kernels
+from blockyard.services.gpu_worker.execution.cuda.decode_graphs import DecodeSize
 from blockyard.services.gpu_worker.host_link import SameMemory
+from blockyard.services.gpu_worker.layers.linear import dense_linear
 from blockyard.services.gpu_worker.lora.device import packed_adapter, place_sizes
 from blockyard.services.gpu_worker.lora.device.adapter_pages import aligned
 from blockyard.services.gpu_worker.lora.device.device_places import DevicePlaces
 from blockyard.services.gpu_worker.lora.device.device_products import AdapterKernels
-from blockyard.services.gpu_worker.lora.device.place_sizes import TokenSizes, largest_counts
+from blockyard.services.gpu_worker.lora.device.packed_adapter import AdapterPacker, addresses
+from blockyard.services.gpu_worker.lora.device.place_sizes import TokenSizes, largest_counts, place_layout
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
 from blockyard.services.gpu_worker.lora.targets import ModelTargets, layer_shares
 from blockyard.services.gpu_worker.memory import KVMemoryNeed
+from blockyard.services.gpu_worker.quantization.method import Fusion
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.config.services.lora import LoraConfig
 from blockyard.shared.errors import AdapterError
@@ -165,6 +170,7 @@ def test_an_adapter_is_packed_in_chunks_and_copied_beside_the_steps(
     held = finished(places.prepare(adapter))
     assert held.packed is not None and held.packed.num_pages > 2
     assert max(link.sizes) <= max(4000, held.packed.offsets.nbytes) and not held.deltas
+    assert link.sizes.count(4000) == held.size_bytes // 4000, "host memory is pinned in sizes that waste none"
     places.put(1, held)
     assert link.log == ["copy", "copied", "record", "hold"]
     memory, entry, numbers = places._memory, 0, 0
@@ -184,6 +190,7 @@ def test_an_adapter_that_lost_its_place_comes_back_without_a_copy(
     folders: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(place_sizes, "PAGE_BYTES", 1)
+    monkeypatch.setattr(place_sizes, "QUARTERS", (4,))
     model = start(folders[0]).model
     places = DevicePlaces(model, 1, LIMITS, KERNELS, torch.device("cpu"), SameMemory())
     first, second = (
@@ -198,6 +205,25 @@ def test_an_adapter_that_lost_its_place_comes_back_without_a_copy(
     assert torch.equal(places._offsets, offsets) and torch.equal(places._ranks, ranks)
     written = memory != 0
     assert torch.equal(places._memory[written], memory[written])
+
+
+def test_a_matrix_without_elements_may_lie_behind_the_last_page() -> None:
+    """For example the rows of the head of a rank that has none of the adapter's tokens."""
+    packer = AdapterPacker(SameMemory(), torch.float32, 32)
+    places = torch.tensor([packer.add(torch.ones(count)) for count in (32, 0, 32, 0)])
+    assert packer.layout.num_pages == 2
+    assert addresses(places, [5, 3], 32).tolist() == [160, 96, 96, 96]
+    assert [(chunk.first, len(chunk.values)) for chunk in packer.copy()] == [(0, 32), (32, 32)]
+
+
+@pytest.mark.parametrize("rank", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize(("hidden", "kv", "inner"), [(4096, 1024, 14336), (8192, 128, 3584), (5120, 1024, 25600)])
+def test_pages_waste_little(hidden: int, kv: int, inner: int, rank: int) -> None:
+    """Of Llama 8B, a rank of eight of 70B, and Qwen3 32B."""
+    shapes = [(hidden, hidden), (hidden, kv), (hidden, kv), (hidden, inner), (hidden, inner), (inner, hidden)]
+    counts = [rank * width for _ in range(32) for shape in shapes for width in shape]
+    layout = place_layout(counts, 2)
+    assert layout.size <= 1.1 * sum(counts)
 
 
 def test_what_has_no_room_in_a_place_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,3 +279,16 @@ def test_kernels_of_steps_with_adapters_are_recorded(
         record_kernels._launch_steps(runner.model, need, torch.float32, 1, config)
     assert set(seen) == ({1, 4, 5, 16} if lora is not None else set())
     assert set(tiled) == (set(range(1, 17)) if lora is not None else set())
+
+
+def test_products_are_recorded_fused_and_alone() -> None:
+    """Of as many rows as may be fused: of tiles of one row, and of more."""
+    linears = [dense_linear(torch.ones(3, 2), fusion=Fusion.NORM), dense_linear(torch.ones(3, 2))]
+    for linear in linears:
+        linear.use({}, fused={2: Mock()})
+    seen, model, steps = list[tuple[int, list[bool]]](), Mock(linears=lambda: linears), Mock()
+    steps.sizes = [DecodeSize(rows, False, is_adapted=True) for rows in (16, 8, 2, 1)] + [DecodeSize(4, False)]
+    steps.forward = lambda size: seen.append((size.rows, [linear.fused(size.rows) is not None for linear in linears]))
+    record_kernels._launch_fused(model, steps)
+    assert seen == [(8, [True, False]), (1, [True, False]), (8, [False, False]), (1, [False, False])]
+    assert linears[0].fused(2) is not None and linears[0].fused(8) is None, "the kernels before are there again"
