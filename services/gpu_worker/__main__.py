@@ -216,8 +216,9 @@ def load_engine(
         return partial(mock_runner.start, make_memory=make_memory), mock_runner.held_bytes
     has_adapters = config.lora is not None or config.prompts is not None
     reader = start_child(ADAPTER_READER) if has_adapters else None  # it imports torch meanwhile, too
-    # imports torch, which takes seconds and which a mock worker does not need
-    from blockyard.services.gpu_worker import engine  # noqa: PLC0415
+    with settings.loading_modules():
+        # imports torch, which takes seconds and which a mock worker does not need
+        from blockyard.services.gpu_worker import engine  # noqa: PLC0415
 
     start = partial(engine.start, team=team, make_reader=engine.readers(reader), replicas=replicas)
     return start, engine.held_bytes

@@ -1,14 +1,13 @@
-"""`python -m blockyard.services.gpu_worker.ranks.rank_process COMMANDS SIGNS`: a rank that follows a leader.
+"""The process of a rank that follows a leader.
 
-The arguments are the numbers of two sockets that the process which starts it has opened. That is the leader on its own
-host, and a `rank_host` elsewhere, whose rank joins the leader first. The rank ends with both.
+The process which starts it has opened two sockets. That is the leader on its own host, and a `rank_host` elsewhere,
+whose rank joins the leader first. The rank ends with both.
 """
 
 import logging
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -108,8 +107,9 @@ class FollowerTeam:
         return self._groups
 
 
-def main() -> None:
-    sockets = [socket.socket(fileno=int(number)) for number in sys.argv[1:3]]
+def main(commands_fd: int, signs_fd: int) -> None:
+    """Returns when the leader has closed its end. commands_fd, signs_fd: the two sockets."""
+    sockets = [socket.socket(fileno=number) for number in (commands_fd, signs_fd)]
     for one in sockets:
         one.set_inheritable(False)
     signs: FramePipe[Sign] = FramePipe(sockets[1], Sign)
@@ -234,8 +234,3 @@ def fail(watch: RankWatch, detail: str, exit_code: int, *, is_of_device: bool = 
         if one is not None:
             one.say(failed)
     time.sleep(HEARD_S)
-
-
-if __name__ == "__main__":
-    main()
-    settings.end(1)
