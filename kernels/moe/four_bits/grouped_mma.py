@@ -1,4 +1,7 @@
-"""Products of experts with weights of 4 bits on tensor cores, in tiles of up to 16 pairs of row and expert."""
+"""Products of experts with weights of 4 bits on tensor cores, in tiles of up to 16 pairs of row and expert.
+
+An RMSNorm of one or two rows multiplies inputs by its weight, and sums by the rest, which is known at the end.
+"""
 
 import torch
 from torch import Tensor
@@ -7,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
+from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.few_rows import MAX_ROWS
 from blockyard.kernels.moe.four_bits.mma_form import MmaForm, MmaTiling, check_operands, constants, pointers
 from blockyard.kernels.moe.four_bits.operands import along_2, x_layout
@@ -16,6 +20,7 @@ from blockyard.kernels.moe.grouped_linear import gate_values, unmapped
 from blockyard.kernels.moe.map_experts import ExpertMap
 from blockyard.kernels.moe.operand_checks import check_loads
 from blockyard.kernels.quantized.packed_weights import PackedWeights
+from blockyard.kernels.tensor_checks import check_tensor
 
 MOST_ALONE = 2  # rows without a map, whose pairs have tiles of their own: a search for equal experts takes longer
 
@@ -73,13 +78,13 @@ def _finished(
 
 @gluon.jit(do_not_specialize=["num_pairs"])
 def _experts_mma_kernel(
-    x_ptr, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, bias_ptr, scale_ptr, out_ptr, pairs_ptr, owners_ptr,
-    loads_ptr, num_pairs, outs, pairs_of_row,
+    x_ptr, norm_ptr, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, bias_ptr, scale_ptr, out_ptr, pairs_ptr,
+    owners_ptr, loads_ptr, num_pairs, outs, pairs_of_row, eps,
     SIZE: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, E8M0: gl.constexpr, EXACT: gl.constexpr,
     ZEROS: gl.constexpr, ROW_SCALES: gl.constexpr, ASM: gl.constexpr, R: gl.constexpr, N: gl.constexpr,
     W: gl.constexpr, AHEAD: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, SCALE: gl.constexpr,
     SCALE_FIRST: gl.constexpr, TOP_K: gl.constexpr, K_TILE: gl.constexpr, ALONE: gl.constexpr, EXPERTS: gl.constexpr,
-    BINS: gl.constexpr, PAIRS: gl.constexpr, PDL: gl.constexpr,
+    BINS: gl.constexpr, PAIRS: gl.constexpr, NORM: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     # program (i, j): rows i * R ... of an expert's weight, for the pairs of tile j; with TOP_K there is no map, and
     # pair j has tile j
@@ -103,8 +108,9 @@ def _experts_mma_kernel(
     row = gl.where(pairs < num_pairs, pairs, first) // pairs_of_row
     row = gl.expand_dims(gl.expand_dims(gl.expand_dims(row, 0), 1), 2)
     sums = add_steps(
-        x_ptr, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, scale_ptr, row, expert, owners_ptr, start, inner, outs,
-        SIZE, GROUP, SCALES, E8M0, EXACT, ZEROS, ROW_SCALES, False, 0, GATE, ASM, W, R, N, AHEAD, X,
+        x_ptr, norm_ptr, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, scale_ptr, row, expert, owners_ptr, start,
+        inner, outs, first // pairs_of_row, eps,
+        SIZE, GROUP, SCALES, E8M0, EXACT, ZEROS, NORM, ROW_SCALES, False, 0, GATE, ASM, W, R, N, AHEAD, X,
     )  # fmt: skip
     pair = gl.expand_dims(gl.convert_layout(pairs, gl.SliceLayout(0, Y)), 0)
     here = pair < num_pairs
@@ -141,6 +147,7 @@ def grouped_mma(
     num_pairs: int,
     tiling: MmaTiling,
     *,
+    norm: RMSNorm | None = None,
     bias: Tensor | None = None,
     gate: Gate = Gate.NONE,
     scale: Tensor | None = None,
@@ -149,7 +156,8 @@ def grouped_mma(
 ) -> Tensor:
     """Computes `grouped_linear` with these weights. form: of them. A map has tiles of 8 or 16 pairs.
 
-    Raises ValueError for other shapes, dtypes and layouts.
+    norm: x is normalised first, of MOST_ALONE bfloat16 rows at most without a map; its weight may be float32. Raises
+    ValueError for other shapes, dtypes and layouts.
     """
     rows, (num_experts, outs, _) = len(x), weights.shape
     if (rows and num_pairs % rows) or (gate and outs % 2):
@@ -168,11 +176,17 @@ def grouped_mma(
     if columns not in (8, 16):
         raise ValueError(f"tiles of a map must have 8 or 16 pairs, got {columns}")
     counts, programs = top_k > 0 and loads is not None, ceil_div(outs, tiling.out_tile)
+    is_alone = top_k > 0 and rows <= MOST_ALONE
+    if norm is not None:
+        check_tensor("the norm's weight", norm.weight, (weights.inputs,), x.dtype, torch.float32)
+        if not is_alone or x.dtype != torch.bfloat16:  # products with the weight alone leave the range of float16
+            raise ValueError(f"{rows} rows of {x.dtype} are not normalised")
     _experts_mma_kernel[(programs, len(mapped.experts))](
-        x, *pointers(weights), out if bias is None else bias, out if scale is None else scale, out, mapped.pairs,
-        mapped.experts, mapped.experts if loads is None else loads, num_pairs, outs, num_pairs // rows,
+        x, x if norm is None else norm.weight, *pointers(weights), out if bias is None else bias,
+        out if scale is None else scale, out, mapped.pairs, mapped.experts, mapped.experts if loads is None else loads,
+        num_pairs, outs, num_pairs // rows, 0.0 if norm is None else norm.eps,
         N=columns, GATE=int(gate), BIAS=bias is not None, SCALE=scale is not None, SCALE_FIRST=scale_first,
-        TOP_K=top_k, K_TILE=next_power_of_2(max(top_k, 1)), ALONE=top_k > 0 and rows <= MOST_ALONE,
+        TOP_K=top_k, K_TILE=next_power_of_2(max(top_k, 1)), ALONE=is_alone, NORM=norm is not None,
         EXPERTS=num_experts if counts else 0, BINS=next_power_of_2(num_experts + 1),
         PAIRS=next_power_of_2(max(num_pairs, 16)) if counts else 16,
         **constants(x, weights, form, tiling),

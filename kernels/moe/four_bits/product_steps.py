@@ -13,8 +13,10 @@ from blockyard.kernels.moe.four_bits.operands import (
     along_2,
     block_of,
     code_layout,
+    inverse_length,
     left_operand,
     load_factors,
+    load_norm,
     load_words,
     load_x,
     right_operand,
@@ -72,13 +74,17 @@ def _sum_factors(
 
 @gluon.jit
 def _add_step(
-    total, loaded, x_ptr, scales_ptr, row_scales_ptr, scale_ptr, row, step, expert, experts_ptr, start, inner, outs,
+    total, loaded, x_ptr, norm_ptr, scales_ptr, row_scales_ptr, scale_ptr, row, step, expert, experts_ptr, start, inner,
+    outs,
     SIZE: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, E8M0: gl.constexpr, EXACT: gl.constexpr,
-    ZEROS: gl.constexpr, ROW_SCALES: gl.constexpr, SCALE: gl.constexpr, TOP_K: gl.constexpr, GATE: gl.constexpr,
-    ASM: gl.constexpr, W: gl.constexpr, R: gl.constexpr, N: gl.constexpr, C: gl.constexpr, X: gl.constexpr,
+    ZEROS: gl.constexpr, NORM: gl.constexpr, ROW_SCALES: gl.constexpr, SCALE: gl.constexpr, TOP_K: gl.constexpr,
+    GATE: gl.constexpr, ASM: gl.constexpr, W: gl.constexpr, R: gl.constexpr, N: gl.constexpr, C: gl.constexpr,
+    X: gl.constexpr,
 ):  # fmt: skip
     """total [W, R, N] and the products of what `_load_step` has loaded."""
     x = loaded[-1] if N == 8 else load_x(x_ptr, row, step, experts_ptr, SIZE, TOP_K, W, X)
+    if NORM:
+        x = (x * load_norm(norm_ptr, step, SIZE, W, X)).to(x_ptr.dtype.element_ty)
     left = left_operand(
         loaded[0], loaded[1:], SCALES and GROUP % 128 != 0, E8M0, EXACT, ZEROS, x_ptr.dtype.element_ty, ASM, W, R, C
     )
@@ -95,12 +101,15 @@ def _add_step(
 
 @gluon.jit
 def add_steps(
-    x_ptr, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, scale_ptr, row, expert, experts_ptr, start, inner, outs,
+    x_ptr, norm_ptr, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, scale_ptr, row, expert, experts_ptr, start,
+    inner, outs, first_row, eps,
     SIZE: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, E8M0: gl.constexpr, EXACT: gl.constexpr,
-    ZEROS: gl.constexpr, ROW_SCALES: gl.constexpr, SCALE: gl.constexpr, TOP_K: gl.constexpr, GATE: gl.constexpr,
-    ASM: gl.constexpr, W: gl.constexpr, R: gl.constexpr, N: gl.constexpr, AHEAD: gl.constexpr, X: gl.constexpr,
+    ZEROS: gl.constexpr, NORM: gl.constexpr, ROW_SCALES: gl.constexpr, SCALE: gl.constexpr, TOP_K: gl.constexpr,
+    GATE: gl.constexpr, ASM: gl.constexpr, W: gl.constexpr, R: gl.constexpr, N: gl.constexpr, AHEAD: gl.constexpr,
+    X: gl.constexpr,
 ):  # fmt: skip
-    """The sums of a program's rows of a weight and columns, float32 [R, N]. With TOP_K of that many experts."""
+    """The sums of a program's rows of a weight and columns, float32 [R, N]. With TOP_K of that many experts. With NORM
+    all columns are of row `first_row`."""
     C: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
     L: gl.constexpr = code_layout(W, R)
     BLOCKS: gl.constexpr = (SIZE + 127) // 128
@@ -113,21 +122,25 @@ def add_steps(
             SIZE, GROUP, SCALES, ZEROS, TOP_K, GATE, W, R, L, X,
         )  # fmt: skip
         waiting = waiting + (one,)  # type: ignore[assignment]  # noqa: RUF005
+    length = 1.0
+    if NORM:  # while the first steps are loaded
+        length = inverse_length(x_ptr, first_row, eps, SIZE, W)
     for step in range(STEPS - min(AHEAD, STEPS)):
         one = _load_step(
             x_ptr, codes_ptr, scales_ptr, zeros_ptr, step + AHEAD, row, expert, experts_ptr, start, inner, outs,
             SIZE, GROUP, SCALES, ZEROS, TOP_K, GATE, W, R, L, X,
         )  # fmt: skip
         total = _add_step(
-            total, waiting[0], x_ptr, scales_ptr, row_scales_ptr, scale_ptr, row, step, expert, experts_ptr,  # type: ignore[misc]
+            total, waiting[0], x_ptr, norm_ptr, scales_ptr, row_scales_ptr, scale_ptr, row, step, expert, experts_ptr,  # type: ignore[misc]
             start, inner, outs,
-            SIZE, GROUP, SCALES, E8M0, EXACT, ZEROS, ROW_SCALES, SCALE, TOP_K, GATE, ASM, W, R, N, C, X,
+            SIZE, GROUP, SCALES, E8M0, EXACT, ZEROS, NORM, ROW_SCALES, SCALE, TOP_K, GATE, ASM, W, R, N, C, X,
         )  # fmt: skip
         waiting = waiting[1:] + (one,)  # type: ignore[assignment]  # noqa: RUF005
     for i in gl.static_range(min(AHEAD, STEPS)):
         total = _add_step(
-            total, waiting[i], x_ptr, scales_ptr, row_scales_ptr, scale_ptr, row, STEPS - min(AHEAD, STEPS) + i, expert,
-            experts_ptr, start, inner, outs,
-            SIZE, GROUP, SCALES, E8M0, EXACT, ZEROS, ROW_SCALES, SCALE, TOP_K, GATE, ASM, W, R, N, C, X,
+            total, waiting[i], x_ptr, norm_ptr, scales_ptr, row_scales_ptr, scale_ptr, row,
+            STEPS - min(AHEAD, STEPS) + i, expert, experts_ptr, start, inner, outs,
+            SIZE, GROUP, SCALES, E8M0, EXACT, ZEROS, NORM, ROW_SCALES, SCALE, TOP_K, GATE, ASM, W, R, N, C, X,
         )  # fmt: skip
-    return gl.sum(total, 0)
+    sums = gl.sum(total, 0)
+    return sums * length if NORM else sums

@@ -58,8 +58,9 @@ def _row_sums_kernel(
     Y: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
     rows = along_4(N, 3, X) * 0 + row * TOP_K
     sums = add_steps(
-        x_ptr, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, scale_ptr + row * TOP_K, rows, 0, own_ptr, start, outs,
-        outs, SIZE, GROUP, SCALES, E8M0, EXACT, ZEROS, ROW_SCALES, SCALE, TOP_K, 0, ASM, W, R, N, AHEAD, X,
+        x_ptr, x_ptr, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, scale_ptr + row * TOP_K, rows, 0, own_ptr,
+        start, outs, outs, row, 0.0,
+        SIZE, GROUP, SCALES, E8M0, EXACT, ZEROS, False, ROW_SCALES, SCALE, TOP_K, 0, ASM, W, R, N, AHEAD, X,
     )  # fmt: skip
     y = gl.convert_layout(gl.sum(gl.where(along_2(N, 1, S) == 0, sums, 0.0), 1), Y)
     out = start + gl.arange(0, R, Y)

@@ -144,15 +144,17 @@ class CudaBackend:
         if not config.fused_steps:
             for linear in model.linears():
                 linear.disable_fusion()
-        linears = model.linears()
+        linears, dtype = model.linears(), model.table.dtype
+        sizes = [n for n in config.graph_sizes if n <= config.max_num_seqs] or capture_sizes(config.max_num_seqs)
         if model.table.shard.size > 1 and not config.batch_invariant:
             # ranks compute whole matrices alike, to the last bit: routers choose by them
+            whole = [one for one in linears if one.spec.split is Split.NONE]
+            Tuner(whole, device=self.device, dtype=dtype).install_alike(sizes)
             linears = [one for one in linears if one.spec.split is not Split.NONE]
-        tuner = Tuner(linears, model.experts(), device=self.device, dtype=model.table.dtype)
+        tuner = Tuner(linears, model.experts(), device=self.device, dtype=dtype)
         if config.batch_invariant:
             report.note(tuner.make_batch_invariant())
             return
-        sizes = [n for n in config.graph_sizes if n <= config.max_num_seqs] or capture_sizes(config.max_num_seqs)
         folder = None if config.kernel_cache is None else Path(config.kernel_cache)
         if at_once:
             progress = Throttle(lambda done: report.phase("measuring linear layers", done))

@@ -10,6 +10,7 @@ from compile_for_hopper import shared_bytes
 from packed_experts import FORMS, draw
 from ptx.experts_mma_cases import GROUPED, SUMS, Case, check_grouped, check_sums
 
+from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.four_bits import grouped_mma as grouped_file
 from blockyard.kernels.moe.four_bits import row_sums as sums_file
 from blockyard.kernels.moe.four_bits.grouped_mma import grouped_mma
@@ -98,6 +99,11 @@ def test_what_does_not_fit_is_refused() -> None:
     assert form is not None
     with pytest.raises(ValueError, match="of 256 inputs"):
         grouped_mma(x[:, :128].contiguous(), weights, form, experts, 2, MmaTiling(16, 4, 1))
+    norm = RMSNorm(torch.ones(256), 1e-6)
+    with pytest.raises(ValueError, match=r"4 rows of torch\.bfloat16 are not normalised"):
+        grouped_mma(x.repeat(4, 1), weights, form, experts.repeat(4, 1), 8, MmaTiling(16, 4, 1), norm=norm)
+    with pytest.raises(ValueError, match=r"1 rows of torch\.float16 are not normalised"):
+        grouped_mma(x.half(), weights, form, experts, 2, MmaTiling(16, 4, 1), norm=norm)
     with pytest.raises(ValueError, match="do not fit 3 pairs"):
         row_sums(torch.zeros(3, 256).bfloat16(), weights, form, experts, MmaTiling(16, 4, 1))
     for name, inputs in (("int4 g128", 264), ("int4 g48", 288), ("int4 g32 float zeros", 256), ("int8 rows", 256)):

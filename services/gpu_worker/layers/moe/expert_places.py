@@ -23,12 +23,13 @@ class ExpertPlaces:
         self.first = share(num_experts, shard)  # experts of this rank before any trade
         self.num_own = len(self.first)
         self.elsewhere = self.num_own  # the place of other ranks' experts
-        # one more than experts: rows of padding have the expert -1
-        self._table = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
-        self.owner_table = torch.empty(num_experts + 1, dtype=torch.int32, device=device)  # the last is of no rank
+        self.counts = counts
+        # the place of each expert, and its rank; and one more: rows of padding have the expert -1
+        self.table = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
+        self.owner_table = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
         self._counts = torch.empty(num_experts + 1 if counts else 0, dtype=torch.int64, device=device)
         self._one = torch.empty(1, dtype=torch.int64, device=device)
-        if not self._table.is_meta:
+        if not self.table.is_meta:
             self.install()
             self._one.fill_(1)
             self._counts.zero_()
@@ -44,10 +45,10 @@ class ExpertPlaces:
 
     def find(self, experts: Tensor) -> Tensor:
         """experts [rows, top_k] of all ranks, -1 for none -> int32, their places on this rank, or `elsewhere`."""
-        flat = experts.flatten().remainder(len(self._table))
+        flat = experts.flatten().remainder(len(self.table))
         if len(self._counts):
             self._counts.index_add_(0, flat, self._one.expand(len(flat)))
-        return self._table.index_select(0, flat).view_as(experts)
+        return self.table.index_select(0, flat).view_as(experts)
 
     def place_of(self, expert: int) -> int:
         return self._places[expert]
@@ -62,5 +63,5 @@ class ExpertPlaces:
         """Writes where experts are now, for the next step."""
         both = zip(self.owners, self._places, strict=True)
         here = [place if owner == self.rank else self.elsewhere for owner, place in both]
-        self._table.copy_(torch.tensor([*here, self.elsewhere], dtype=torch.int32))
+        self.table.copy_(torch.tensor([*here, self.elsewhere], dtype=torch.int32))
         self.owner_table.copy_(torch.tensor([*self.owners, NO_RANK], dtype=torch.int32))

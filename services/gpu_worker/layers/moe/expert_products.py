@@ -47,6 +47,9 @@ class ExpertProduct(Protocol):
     def device(self) -> torch.device:
         """Of the weight, which may be in host memory."""
 
+    def takes_norm(self, in_tile: int) -> bool:
+        """Whether `gate_up` with tiles of so many inputs normalises them."""
+
     def gate_up(
         self, x: Tensor, experts: Tensor, tiling: SkinnyTiling, gate: Gate, norm: RMSNorm | None, **options: Any
     ) -> Tensor:
@@ -79,6 +82,9 @@ class DenseProduct:
     def __init__(self, method: UnquantizedExperts) -> None:
         self._weight, self._bias = method.weight, method.bias
         self.device, self.takes_prefill = self._weight.device, fits(self._weight)
+
+    def takes_norm(self, in_tile: int) -> bool:
+        return True
 
     def gate_up(
         self, x: Tensor, experts: Tensor, tiling: SkinnyTiling, gate: Gate, norm: RMSNorm | None, **options: Any
@@ -120,6 +126,9 @@ class QuantizedProduct:
         self.takes_mma = self._mma is not None
         inputs = f"-inputs-{self._rounding.kind.name.lower()}" if self.rounds_inputs else ""
         self.form = f"{method.form}-{self._weights.key}{inputs}"
+
+    def takes_norm(self, in_tile: int) -> bool:
+        return can_round(self._rounding, in_tile)
 
     def gate_up(
         self, x: Tensor, experts: Tensor, tiling: SkinnyTiling, gate: Gate, norm: RMSNorm | None, **options: Any
