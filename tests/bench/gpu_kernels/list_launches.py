@@ -4,7 +4,6 @@
 meta device), and kernels are listed in place of their launch. Linear layers have the kernels that fuse most, experts
 the first candidate. Prints the kernels of a layer, from its attention on, and a table of all cases.
 """
-# ruff: noqa: E402
 
 import argparse
 from collections import Counter
@@ -23,21 +22,21 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-torch.cuda.is_available = lambda: True  # without a GPU, modules do not import their kernels
-
-from blockyard.services.bench.suite import shapes
-from blockyard.services.gpu_worker.execution.cuda.decode_graphs import DecodeSettings, DecodeSize, DecodeSteps
-from blockyard.services.gpu_worker.execution.cuda.device_ops import make_device_ops
-from blockyard.services.gpu_worker.kv.pool import KVPool
-from blockyard.services.gpu_worker.linear_tuning.kernel_configs import CUBLAS, TunedConfig
-from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
-from blockyard.services.gpu_worker.loading.linear_spec import Split
-from blockyard.services.gpu_worker.loading.weights import WeightTable
-from blockyard.services.gpu_worker.models.interface import Model
-from blockyard.services.gpu_worker.models.registry import find_family
-from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
-from blockyard.services.gpu_worker.parallel.shares import Shard
-from blockyard.services.kv_transfer import arena
+HAS_GPU = mock.patch.object(torch.cuda, "is_available", lambda: True)  # modules import their kernels
+with HAS_GPU:
+    from blockyard.services.bench.suite import shapes
+    from blockyard.services.gpu_worker.execution.cuda.decode_graphs import DecodeSettings, DecodeSize, DecodeSteps
+    from blockyard.services.gpu_worker.execution.cuda.device_ops import make_device_ops
+    from blockyard.services.gpu_worker.kv.pool import KVPool
+    from blockyard.services.gpu_worker.linear_tuning.kernel_configs import CUBLAS, TunedConfig
+    from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
+    from blockyard.services.gpu_worker.loading.linear_spec import Split
+    from blockyard.services.gpu_worker.loading.weights import WeightTable
+    from blockyard.services.gpu_worker.models.interface import Model
+    from blockyard.services.gpu_worker.models.registry import find_family
+    from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
+    from blockyard.services.gpu_worker.parallel.shares import Shard
+    from blockyard.services.kv_transfer import arena
 
 LAYERS = 4  # of each model: two more than the first and the last one, of which a table is made
 MODEL_LEN = 2048
@@ -189,6 +188,7 @@ def _absent_gpu(launches: Launches) -> Iterator[None]:
 
     driver.set_active(NoGPU())
     with (
+        HAS_GPU,
         mock.patch.object(arena, "own_pool", nullcontext),
         mock.patch.object(torch.cuda, "get_device_properties", lambda device: H200),
         mock.patch.object(torch.cuda, "get_device_capability", lambda device: (H200.major, H200.minor)),
