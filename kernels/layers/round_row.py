@@ -31,34 +31,57 @@ def _scales(largest, most, INT8: tl.constexpr):
 
 
 @triton.jit
+def _codes_within(x, scale):
+    """Same as `_codes` of e4m3 for |x| of at most 448 scales, in fewer instructions: x may be a NaN, not infinite.
+
+    The division is Markstein's: a reciprocal that is rounded correctly, and a corrected quotient. It is inexact only
+    where the remainder underflows, which is far below the smallest code.
+    """
+    reciprocal = tl.math.div_rn(1.0, scale)
+    ratio = x * reciprocal
+    return tl.fma(tl.fma(-ratio, scale, x), reciprocal, ratio).to(tl.float8e4nv)
+
+
+@triton.jit
+def rounded_row(
+    x, scale_ptr, most, INT8: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr, BOUNDED: tl.constexpr = True,
+):  # fmt: skip
+    """x [TILE] float32, a row and zeros behind it -> codes [TILE], and the scale or those of groups [TILE // GROUP].
+
+    GROUP: 0 for one scale. STATIC: the scale is at scale_ptr. most: of absolute values, infinite for no bound. BOUNDED:
+    numbers may be larger than `most` or than the static scale allows.
+    """
+    TILE: tl.constexpr = x.shape[0]
+    if STATIC:
+        scale = tl.maximum(tl.load(scale_ptr), _FLOOR)
+        codes = _codes(x, tl.zeros([TILE], tl.float32) + scale, INT8)
+        if GROUP > 0:
+            scale += tl.zeros([TILE // GROUP], tl.float32)
+        return codes, scale
+    else:  # noqa: RET505, only one branch is compiled
+        groups: tl.constexpr = TILE // GROUP if GROUP > 0 else 1
+        parts = tl.reshape(x, [groups, TILE // groups])
+        scales = _scales(tl.max(tl.abs(parts), 1), most, INT8)
+        by_number = tl.broadcast_to(scales[:, None], parts.shape)
+        codes = _codes(parts, by_number, INT8) if BOUNDED or INT8 else _codes_within(parts, by_number)
+        if GROUP == 0:
+            scales = tl.max(scales, 0)
+        return tl.reshape(codes, [TILE]), scales
+
+
+@triton.jit
 def store_rounded(
     x, codes_ptr, scales_ptr, scale_ptr, row, size, scales_stride, most,
     TILE: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr,
 ):  # fmt: skip
-    """Writes x [TILE] float32, a row of `size` numbers and zeros behind them, as codes and scales of this row.
-
-    GROUP: 0 for one scale. STATIC: the scale is at scale_ptr. scales_stride: of groups. most: of absolute values,
-    infinite for no bound.
-    """
-    INT8: tl.constexpr = codes_ptr.dtype.element_ty == tl.int8
+    """Writes `rounded_row` of a row of `size` numbers. scales_stride: of groups."""
     cols = tl.arange(0, TILE)
-    num_groups = tl.cdiv(size, GROUP) if GROUP > 0 else 1
-    if STATIC:
-        scale = tl.maximum(tl.load(scale_ptr), _FLOOR)
-        group = tl.arange(0, TILE // GROUP if GROUP > 0 else 1)
-        tl.store(scales_ptr + row + group * scales_stride, scale, mask=group < num_groups)
-        codes = _codes(x, tl.zeros([TILE], tl.float32) + scale, INT8)
-    elif GROUP == 0:
-        scale = _scales(tl.max(tl.abs(x), 0), most, INT8)
-        tl.store(scales_ptr + row, scale)
-        codes = _codes(x, tl.zeros([TILE], tl.float32) + scale, INT8)
+    codes, scales = rounded_row(x, scale_ptr, most, codes_ptr.dtype.element_ty == tl.int8, GROUP, STATIC)
+    if GROUP > 0:
+        group = tl.arange(0, TILE // GROUP)
+        tl.store(scales_ptr + row + group * scales_stride, scales, mask=group < tl.cdiv(size, GROUP))
     else:
-        groups: tl.constexpr = TILE // GROUP
-        parts = tl.reshape(x, [groups, GROUP])
-        scales = _scales(tl.max(tl.abs(parts), 1), most, INT8)
-        group = tl.arange(0, groups)
-        tl.store(scales_ptr + row + group * scales_stride, scales, mask=group < num_groups)
-        codes = tl.reshape(_codes(parts, tl.broadcast_to(scales[:, None], [groups, GROUP]), INT8), [TILE])
+        tl.store(scales_ptr + row, scales)
     tl.store(codes_ptr + row * size + cols, codes, mask=cols < size)
 
 

@@ -11,7 +11,8 @@
 - `quantize_rows`: rows as codes of 8 bits with scales. How they are rounded says `layers/rounding`; norm and gate
   kernels write the same bits by the device functions of `layers/round_row`.
 - `operands`: weights of 8 bits, and their product with rounded rows in plain torch. `linear_w8a8_skinny`: products of
-  one to eight rows; `linear_w8a8_stream_k`: of any number of rows, on tensor cores.
+  one to eight rows; `linear_w8a8_rounding`: of one or two that it normalises and rounds itself; `linear_w8a8_stream_k`:
+  of any number of rows, on tensor cores.
 
 The worker's `quantization/kept/`, `linear_tuning/` and `layers/moe/` call these. Imports go to `layers/`.
 """

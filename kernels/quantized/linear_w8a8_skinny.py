@@ -24,7 +24,7 @@ LANE = 16  # weights that a thread loads at once; it divides every group
 
 
 @triton.jit
-def _load_weights(weights, weight_scales, known, known_scales, start, cols, lanes, size, GROUP: tl.constexpr):
+def load_weights(weights, weight_scales, known, known_scales, start, cols, lanes, size, GROUP: tl.constexpr):
     """A tile of weights from column `start` on, and the scale of each lane if there are groups."""
     weight = tl.load(weights + start, mask=known & (start + cols < size)[None, :], other=0.0)
     if GROUP > 0:
@@ -97,7 +97,7 @@ def _linear_w8a8_skinny_kernel(
     early = ()
     scales = ()
     for i in tl.static_range(EARLY):
-        weight, scale = _load_weights(weights, weight_scales, known, known_scales, i * TILE, cols, lanes, size, GROUP)
+        weight, scale = load_weights(weights, weight_scales, known, known_scales, i * TILE, cols, lanes, size, GROUP)
         early += (weight,)  # type: ignore[assignment]
         scales += (scale,)  # type: ignore[assignment]
     bias = tl.zeros([OUT_TILE], tl.float32)
@@ -127,7 +127,7 @@ def _linear_w8a8_skinny_kernel(
             GROUP,
         )
     for start in range(EARLY * TILE, size, TILE):
-        weight, scale = _load_weights(weights, weight_scales, known, known_scales, start, cols, lanes, size, GROUP)
+        weight, scale = load_weights(weights, weight_scales, known, known_scales, start, cols, lanes, size, GROUP)
         totals = _add_tile(
             totals, weight, scale, x_ptr, x_scale_ptr, x_scale_stride, rows, start, cols, lanes, size, ROWS, GROUP
         )

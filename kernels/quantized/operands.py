@@ -31,14 +31,26 @@ def linear_w8a8_reference(x: RoundedRows, weight: Weight8Bit, bias: Tensor | Non
 
 def check_operands(x: RoundedRows, weight: Weight8Bit, bias: Tensor | None) -> None:
     """Raises ValueError for operands that do not fit each other, or are not contiguous."""
-    (rows, size), outs = x.codes.shape, weight.codes.shape[0]
+    rows, size = x.codes.shape
+    check_weight(size, weight, bias)
+    if x.scales.shape != (rows, *weight.scales.shape[1:]) or x.codes.dtype != weight.codes.dtype:
+        raise ValueError(
+            f"scales {list(x.scales.shape)} and {list(weight.scales.shape)} or dtypes differ: {x.codes.dtype}, "
+            f"{weight.codes.dtype}"
+        )
+    if not x.codes.is_contiguous() or (rows > 1 and x.scales.stride(0) != 1):
+        raise ValueError("operands must be contiguous, scales of inputs along the rows")
+
+
+def check_weight(size: int, weight: Weight8Bit, bias: Tensor | None) -> None:
+    """Raises ValueError for a weight or a bias that does not fit rows of `size`, or is not contiguous."""
+    outs = weight.codes.shape[0]
     groups = () if weight.group is None else (-(-size // weight.group),)
     if weight.codes.shape != (outs, size) or (bias is not None and bias.shape != (outs,)):
-        raise ValueError(f"rows {[rows, size]} do not fit a weight {list(weight.codes.shape)}")
-    if weight.scales.shape != (-(-outs // weight.block), *groups) or x.scales.shape != (rows, *groups):
-        raise ValueError(f"scales {list(x.scales.shape)} and {list(weight.scales.shape)} do not fit groups {groups}")
-    if x.codes.dtype != weight.codes.dtype or weight.codes.dtype not in (E4M3, torch.int8):
-        raise ValueError(f"dtypes differ, or are not e4m3 or int8: {x.codes.dtype}, {weight.codes.dtype}")
-    given = (x.codes, weight.codes, weight.scales, *(() if bias is None else (bias,)))
-    if not all(one.is_contiguous() for one in given) or (rows > 1 and x.scales.stride(0) != 1):
-        raise ValueError("operands must be contiguous, scales of inputs along the rows")
+        raise ValueError(f"rows of {size} do not fit a weight {list(weight.codes.shape)}")
+    if weight.scales.shape != (-(-outs // weight.block), *groups):
+        raise ValueError(f"scales {list(weight.scales.shape)} do not fit groups {groups}")
+    if weight.codes.dtype not in (E4M3, torch.int8):
+        raise ValueError(f"weights are e4m3 or int8, not {weight.codes.dtype}")
+    if not all(one.is_contiguous() for one in (weight.codes, weight.scales, *(() if bias is None else (bias,)))):
+        raise ValueError("operands must be contiguous")

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 Config = TypeVar("Config", bound=msgspec.Struct)
 Tiles = TypeVar("Tiles")
 
-CACHE_VERSION = 11  # of the candidates and fields below; a cache file of another version is ignored
+CACHE_VERSION = 12  # of the candidates and fields below; a cache file of another version is ignored
 MARGIN = 0.98  # a kernel replaces the default one below this share of its time; a smaller gain is noise
 REFINE_MARGIN = 0.997  # a change of one shape is kept below this share of the excerpt's time
 NUM_TRIES = 3  # alternatives to try for one shape in `Tuner._refine`, beside cuBLAS
@@ -65,6 +65,7 @@ class KernelConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     warps: int = 0
     split: int = 1  # split-K: parts that the sum of one output tile is divided into; "wgmma": 0 for all processors
     fetch: int = 0  # cache lines of each output's weights prefetched to L2 before the PDL wait
+    rounds: bool = False  # skinny kernel of rounded inputs: it rounds them itself, in tiles of whole rows
 
 
 CUBLAS = KernelConfig()

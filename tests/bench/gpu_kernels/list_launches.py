@@ -48,6 +48,8 @@ CASES = {  # name -> model of the suite, ranks, --enable-expert-parallel
     "w4": ("qwen3-30b-a3b-w4", 1, False),
     "tp2": ("qwen3-30b-a3b", 2, False),
     "ep2": ("qwen3-30b-a3b", 2, True),
+    "8b": ("llama-3.1-8b", 1, False),
+    "8b-fp8": ("llama-3.1-8b-fp8", 1, False),
     "gpt-oss": ("gpt-oss-20b", 1, False),
     "gpt-oss-mxfp4": ("gpt-oss-20b-mxfp4", 1, False),
 }

@@ -85,6 +85,9 @@ def test_every_candidate(form: KeptForm) -> None:
                 x = torch.randn(rows, group[0].shape[0], device="cuda").bfloat16()
                 for config in tuner.candidates(layer, rows):
                     assert error(tuner.products.of(config, group[0])(x), wanted(group[0], x)) < 6e-3, config
+                    if config.rounds:
+                        fused, total = tuner.products.fused(config, group[0]), torch.zeros_like(group[0](x))
+                        assert error(fused(x, add_to=total), wanted(group[0], x)) < 6e-3, config
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
