@@ -16,6 +16,7 @@ from blockyard.kernels.layers.round_row import (
     bound,
     check_rounding,
     group_of,
+    is_bounded,
     scales_stride,
     static_scale,
     store_rounded,
@@ -77,7 +78,7 @@ def _act_mul_kernel(
 def _act_mul_rounded_kernel(
     gate_up_ptr, codes_ptr, scales_ptr, scale_ptr, stride, inner, scales_stride, most,
     ACTIVATION: tl.constexpr, SQRT_HALF: tl.constexpr, SQRT_8_OVER_PI: tl.constexpr, TILE: tl.constexpr,
-    GROUP: tl.constexpr, STATIC: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, STATIC: tl.constexpr, BOUNDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # program i: row i, because its largest number is needed first
     if PDL:
@@ -88,10 +89,8 @@ def _act_mul_rounded_kernel(
     inside = cols < inner
     gate = tl.load(gate_up_ptr + row * stride + cols, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * stride + inner + cols, mask=inside, other=0.0).to(tl.float32)
-    x = (_activate(gate, ACTIVATION, SQRT_HALF, SQRT_8_OVER_PI) * up).to(gate_up_ptr.dtype.element_ty)
-    store_rounded(
-        x.to(tl.float32), codes_ptr, scales_ptr, scale_ptr, row, inner, scales_stride, most, TILE, GROUP, STATIC
-    )
+    x = (_activate(gate, ACTIVATION, SQRT_HALF, SQRT_8_OVER_PI) * up).to(gate_up_ptr.dtype.element_ty).to(tl.float32)
+    store_rounded(x, codes_ptr, scales_ptr, scale_ptr, row, inner, scales_stride, most, TILE, GROUP, STATIC, BOUNDED)
 
 
 def act_mul(gate_up: Tensor, activation: str = "silu") -> Tensor:
@@ -124,7 +123,7 @@ def act_mul_rounded(gate_up: Tensor, activation: str, rounding: InputRounding) -
             gate_up, out.codes, out.scales, static_scale(rounding, out.scales), gate_up.stride(0), inner,
             scales_stride(out.scales), bound(rounding),
             ACTIVATION=_NUMBERS[activation], SQRT_HALF=_SQRT_HALF, SQRT_8_OVER_PI=_SQRT_8_OVER_PI, TILE=tile,
-            GROUP=group_of(rounding), STATIC=rounding.scale is not None, PDL=pdl,
+            GROUP=group_of(rounding), STATIC=rounding.scale is not None, BOUNDED=is_bounded(rounding), PDL=pdl,
             num_warps=min(max(tile // 512, 1), 16), **pdl_options(pdl),
         )  # fmt: skip
     return out

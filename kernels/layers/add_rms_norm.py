@@ -11,6 +11,7 @@ from blockyard.kernels.layers.round_row import (
     allocate,
     bound,
     check_rounding,
+    is_bounded,
     scales_stride,
     static_scale,
     store_rounded,
@@ -33,7 +34,7 @@ def _add_rms_norm_kernel(
     residual_ptr, delta_ptr, weight_ptr, out_ptr, total_ptr, scales_ptr, scale_ptr, residual_stride, delta_stride,
     addend_stride, total_stride, scales_stride, size, eps, most,
     ADDENDS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr, ROUND: tl.constexpr = False,
-    GROUP: tl.constexpr = 0, STATIC: tl.constexpr = False,
+    GROUP: tl.constexpr = 0, STATIC: tl.constexpr = False, BOUNDED: tl.constexpr = False,
 ):  # fmt: skip
     # program i: row i
     if PDL:
@@ -58,7 +59,7 @@ def _add_rms_norm_kernel(
     x = x * scale * weight
     if ROUND:  # of what other products read, rounded
         x = x.to(residual_ptr.dtype.element_ty).to(tl.float32)
-        store_rounded(x, out_ptr, scales_ptr, scale_ptr, row, size, scales_stride, most, TILE, GROUP, STATIC)
+        store_rounded(x, out_ptr, scales_ptr, scale_ptr, row, size, scales_stride, most, TILE, GROUP, STATIC, BOUNDED)
     else:
         tl.store(out_ptr + row * size + cols, x, mask=inside)
 
@@ -109,7 +110,9 @@ def _launch(
     """scales, scale: any tensors where rounding is None."""
     rows, size = residual.shape
     tile, pdl = next_power_of_2(size), supports_pdl(residual.device)
-    options: dict[str, int] = {} if rounding is None else {"ROUND": True, "STATIC": rounding.scale is not None}
+    options: dict[str, int] = {}
+    if rounding is not None:
+        options = {"ROUND": True, "STATIC": rounding.scale is not None, "BOUNDED": is_bounded(rounding)}
     if rounding is not None and rounding.group is not None:
         options["GROUP"], tile = rounding.group, max(tile, rounding.group)
     _add_rms_norm_kernel[(rows,)](

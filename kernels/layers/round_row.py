@@ -32,19 +32,20 @@ def _scales(largest, most, INT8: tl.constexpr):
 
 @triton.jit
 def _codes_within(x, scale):
-    """Same as `_codes` of e4m3 for |x| of at most 448 scales, in fewer instructions: x may be a NaN, not infinite.
+    """Same as `_codes` of e4m3 for |x| of at most 448 scales, in fewer instructions. Of an infinite scale, all are NaN.
 
     The division is Markstein's: a reciprocal that is rounded correctly, and a corrected quotient. It is inexact only
     where the remainder underflows, which is far below the smallest code.
     """
     reciprocal = tl.math.div_rn(1.0, scale)
     ratio = x * reciprocal
-    return tl.fma(tl.fma(-ratio, scale, x), reciprocal, ratio).to(tl.float8e4nv)
+    excess = tl.fma(ratio, scale, -x)  # its sign keeps that of a zero
+    return tl.fma(-excess, reciprocal, ratio).to(tl.float8e4nv)
 
 
 @triton.jit
 def rounded_row(
-    x, scale_ptr, most, INT8: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr, BOUNDED: tl.constexpr = True,
+    x, scale_ptr, most, INT8: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """x [TILE] float32, a row and zeros behind it -> codes [TILE], and the scale or those of groups [TILE // GROUP].
 
@@ -72,11 +73,11 @@ def rounded_row(
 @triton.jit
 def store_rounded(
     x, codes_ptr, scales_ptr, scale_ptr, row, size, scales_stride, most,
-    TILE: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr,
+    TILE: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """Writes `rounded_row` of a row of `size` numbers. scales_stride: of groups."""
     cols = tl.arange(0, TILE)
-    codes, scales = rounded_row(x, scale_ptr, most, codes_ptr.dtype.element_ty == tl.int8, GROUP, STATIC)
+    codes, scales = rounded_row(x, scale_ptr, most, codes_ptr.dtype.element_ty == tl.int8, GROUP, STATIC, BOUNDED)
     if GROUP > 0:
         group = tl.arange(0, TILE // GROUP)
         tl.store(scales_ptr + row + group * scales_stride, scales, mask=group < tl.cdiv(size, GROUP))
@@ -116,6 +117,11 @@ def scales_stride(scales: Tensor) -> int:
 
 def bound(rounding: InputRounding) -> float:
     return float("inf") if rounding.most is None else rounding.most
+
+
+def is_bounded(rounding: InputRounding) -> bool:
+    """Whether numbers may be larger than the largest code stands for."""
+    return rounding.scale is not None or rounding.most is not None
 
 
 def group_of(rounding: InputRounding) -> int:

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
 from blockyard.kernels.layers.rms_norm import RMSNorm
-from blockyard.kernels.layers.round_row import bound, check_rounding, group_of, rounded_row
+from blockyard.kernels.layers.round_row import bound, check_rounding, group_of, is_bounded, rounded_row
 from blockyard.kernels.layers.rounding import InputRounding
 from blockyard.kernels.programmatic_launch import pdl_options
 from blockyard.kernels.quantized.linear_w8a8_skinny import LANE, load_weights
@@ -157,13 +157,12 @@ def linear_w8a8_rounding(
     out = torch.empty((rows, outs), dtype=x.dtype, device=x.device) if add_to is None else add_to
     if out.numel() == 0:
         return out
-    is_static = rounding.scale is not None
     _linear_w8a8_rounding_kernel[(ceil_div(outs, out_tile),)](
         x, x if norm is None else norm.weight, weight.codes, weight.scales, x if bias is None else bias,
         x if rounding.scale is None else rounding.scale, out, outs, size, 0.0 if norm is None else norm.eps,
         bound(rounding),
         ROWS=rows, OUT_TILE=out_tile, TILE=tile_of(size, weight.group), LANE_SIZE=LANE, GROUP=group_of(rounding),
-        BLOCK=weight.block, STATIC=is_static, BOUNDED=is_static or rounding.most is not None, BIAS=bias is not None,
+        BLOCK=weight.block, STATIC=rounding.scale is not None, BOUNDED=is_bounded(rounding), BIAS=bias is not None,
         NORM=norm is not None, ADD=add_to is not None, PDL=pdl, num_warps=warps, **pdl_options(pdl),
     )  # fmt: skip
     return out

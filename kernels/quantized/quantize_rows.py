@@ -11,6 +11,7 @@ from blockyard.kernels.layers.round_row import (
     bound,
     check_rounding,
     group_of,
+    is_bounded,
     scales_stride,
     static_scale,
     store_rounded,
@@ -26,7 +27,7 @@ quantize_rows_reference = round_rows_reference
 @triton.jit(do_not_specialize=["scales_stride"])
 def _quantize_rows_kernel(
     x_ptr, codes_ptr, scales_ptr, scale_ptr, stride, size, scales_stride, most,
-    TILE: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr, BOUNDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # program i: row i
     if PDL:
@@ -35,7 +36,7 @@ def _quantize_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, TILE)
     x = tl.load(x_ptr + row * stride + cols, mask=cols < size, other=0.0).to(tl.float32)
-    store_rounded(x, codes_ptr, scales_ptr, scale_ptr, row, size, scales_stride, most, TILE, GROUP, STATIC)
+    store_rounded(x, codes_ptr, scales_ptr, scale_ptr, row, size, scales_stride, most, TILE, GROUP, STATIC, BOUNDED)
 
 
 def quantize_rows(x: Tensor, rounding: InputRounding) -> RoundedRows:
@@ -53,7 +54,7 @@ def quantize_rows(x: Tensor, rounding: InputRounding) -> RoundedRows:
         _quantize_rows_kernel[(rows,)](
             x, out.codes, out.scales, static_scale(rounding, out.scales), x.stride(0), size,
             scales_stride(out.scales), bound(rounding),
-            TILE=tile, GROUP=group_of(rounding), STATIC=rounding.scale is not None, PDL=pdl,
-            num_warps=min(max(tile // 512, 1), 16), **pdl_options(pdl),
+            TILE=tile, GROUP=group_of(rounding), STATIC=rounding.scale is not None, BOUNDED=is_bounded(rounding),
+            PDL=pdl, num_warps=min(max(tile // 512, 1), 16), **pdl_options(pdl),
         )  # fmt: skip
     return out
