@@ -31,8 +31,8 @@ def _scales(largest, most, INT8: tl.constexpr):
 
 
 @triton.jit
-def _codes_within(x, scale):
-    """Same as `_codes` of e4m3 for |x| of at most 448 scales, in fewer instructions. Of an infinite scale, all are NaN.
+def codes_within(x, scale):
+    """x / scale in e4m3, for |x| of at most 448 scales, in few instructions. Of an infinite scale, all are NaN.
 
     The division is Markstein's: a reciprocal that is rounded correctly, and a corrected quotient. It is inexact only
     where the remainder underflows, which is far below the smallest code.
@@ -64,7 +64,7 @@ def rounded_row(
         parts = tl.reshape(x, [groups, TILE // groups])
         scales = _scales(tl.max(tl.abs(parts), 1), most, INT8)
         by_number = tl.broadcast_to(scales[:, None], parts.shape)
-        codes = _codes(parts, by_number, INT8) if BOUNDED or INT8 else _codes_within(parts, by_number)
+        codes = _codes(parts, by_number, INT8) if BOUNDED or INT8 else codes_within(parts, by_number)
         if GROUP == 0:
             scales = tl.max(scales, 0)
         return tl.reshape(codes, [TILE]), scales

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
+from blockyard.kernels.layers.round_row import codes_within
 from blockyard.kernels.layers.rounding import FLOOR, divided
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 from blockyard.kernels.quantized.packed_weights import ExpertRounding, RoundedTo
@@ -79,12 +80,16 @@ def asymmetric_scale(high, low, high_ptr, low_ptr, STATIC: tl.constexpr):
 
 
 @triton.jit
-def to_code(x, scale, zero, ROUND: tl.constexpr):
-    """Codes as float32, less their zeros. scale and zero have the shape of x."""
-    y = tl.div_rn(x, scale)
+def to_code(x, scale, zero, ROUND: tl.constexpr, BOUNDED: tl.constexpr):
+    """Codes as float32, less their zeros. scale and zero have the shape of x. BOUNDED: x may be beyond the codes."""
     if ROUND == 1:
-        return tl.minimum(tl.maximum(y, -448.0), 448.0).to(tl.float8e4nv).to(tl.float32)
+        if BOUNDED:
+            code = tl.minimum(tl.maximum(tl.div_rn(x, scale), -448.0), 448.0).to(tl.float8e4nv)
+        else:
+            code = codes_within(x, scale)
+        return code.to(tl.float32)
     else:  # noqa: RET505, only one branch is compiled
+        y = tl.div_rn(x, scale)
         if ROUND == 3:
             y += zero
         return _nearest(tl.minimum(tl.maximum(y, -128.0), 127.0)) - zero
@@ -118,12 +123,12 @@ def rounded(
         parts = tl.reshape(x, [K, TILE // GROUP, GROUP])
         scale = symmetric_scale(tl.max(tl.abs(parts), 2), most, high_ptr, ROUND, STATIC, MOST)[:, :, None]
         scale = tl.broadcast_to(scale, parts.shape)
-        return tl.reshape(to_code(parts, scale, 0.0, ROUND) * scale, [K, TILE])
+        return tl.reshape(to_code(parts, scale, 0.0, ROUND, STATIC or MOST) * scale, [K, TILE])
     else:
         if ROUND == 3:
             zero = tl.broadcast_to(zero[:, None], x.shape)
         scale = tl.broadcast_to(scale[:, None], x.shape)
-        return to_code(x, scale, zero, ROUND) * scale
+        return to_code(x, scale, zero, ROUND, STATIC or MOST) * scale
 
 
 @triton.jit
@@ -158,7 +163,7 @@ def _round_rows_kernel(
         cols = first + part * TILE + tl.arange(0, TILE)
         if PARTS > 1:
             x = tl.load(x_ptr + row * size + cols, mask=cols < last, other=0.0).to(tl.float32)
-        code = to_code(x, scale, zero, ROUND)
+        code = to_code(x, scale, zero, ROUND, STATIC or MOST)
         tl.store(codes_ptr + row * size + cols, code.to(codes_ptr.dtype.element_ty), mask=cols < last)
 
 
