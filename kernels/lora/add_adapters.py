@@ -19,7 +19,7 @@ from blockyard.kernels.int_math import ceil_div, next_power_of_2
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.lora.adapter_table import ALIGNED, OFFSETS, AdapterTable, AdapterTiles, Between
 from blockyard.kernels.lora.adapter_tiles import LARGE_TILE, TILE, tile_rows
-from blockyard.kernels.lora.expand import expand_kernel
+from blockyard.kernels.lora.expand import MOST_SPLITS, expand_kernel
 from blockyard.kernels.lora.one_row import expand_row_kernel, shrink_row_kernel
 from blockyard.kernels.lora.shrink import shrink_kernel
 from blockyard.kernels.moe.map_experts import map_experts
@@ -31,6 +31,7 @@ _MOST_RANKS, _MANY_RANKS = 32, 128  # of a piece of B, and of adapters that have
 _MANY_INPUTS = 8192  # more are split among more programs
 _PROGRAMS = 528  # that share the work on tiles: four for each of 132 multiprocessors
 _REGISTERS, _MANY_REGISTERS = 128, 168  # of a thread, so that four programs fit, and three where ranks may be large
+_SHRINK_PROGRAMS, _SHRINK_REGISTERS = 396, 168  # of a shrink: three for each
 _ENOUGH = 264  # programs of a shrink of many rows: two for each multiprocessor
 _NUMBERS = 4  # of a program of one row
 _WIDE = 8  # elements of a wide load
@@ -69,7 +70,7 @@ class _AdapterLaunch:
         """Programs among which the inputs are split, at most; whatever the rows are, but for large tiles."""
         if self.is_whole:
             return 1
-        return 8 if self.is_large else 16 if self.inputs <= _MANY_INPUTS else 32
+        return 8 if self.is_large else 16 if self.inputs <= _MANY_INPUTS else MOST_SPLITS.value
 
     @property
     def padded_rank(self) -> int:
@@ -228,13 +229,13 @@ def _shrink_tiles(launch: _AdapterLaunch, x: Tensor, gated: bool) -> tuple[Tenso
     splits, num_numbers = ceil_div(inputs, steps * in_tile), ceil_div(table.num_parts * padded, numbers)
     own = table.ranks if table.own_ranks is None else table.own_ranks
     h, squares = _make_products(launch, x, splits)
-    shrink_kernel[(min(len(tiles.owners) * num_numbers * splits, _PROGRAMS),)](
+    shrink_kernel[(min(len(tiles.owners) * num_numbers * splits, _SHRINK_PROGRAMS),)](
         x, x if launch.norm is None else launch.norm.weight, tiles.rows, tiles.owners, launch.places, table.arena,
         table.offsets, table.ranks, own, h, squares, launch.pairs, len(tiles.owners), steps, splits, num_numbers,
         x.stride(0), inputs, table.num_parts, padded, launch.pairs // len(x), launch.rows_of_place,
         table.place_stride,
         NUMBERS=numbers, INPUTS=in_tile, OWN=table.own_ranks is not None, GATED=gated, num_stages=2,
-        maxnreg=launch.registers, num_warps=8 if is_large else 4, **launch.tile_options(),
+        maxnreg=_REGISTERS if is_large else _SHRINK_REGISTERS, num_warps=8 if is_large else 4, **launch.tile_options(),
     )  # fmt: skip
     return h, squares
 
@@ -255,7 +256,8 @@ def _expand_tiles(launch: _AdapterLaunch, h: Tensor, squares: Tensor, out: Tenso
         out.stride(0), table.num_parts, launch.padded_rank, of_part, launch.rows_of_place, table.place_stride,
         launch.inputs, 0.0 if launch.norm is None else launch.norm.eps,
         OUTPUTS=outputs, RANKS=min(padded, _MOST_RANKS), MANY=min(padded, _MANY_RANKS) if padded > _MOST_RANKS else 0,
-        SPLITS=launch.most_splits, WIDE=_WIDE, OUTPUTS_ALIGNED=launch.outputs_aligned, WEIGHTS=weights is not None,
+        SPLITS=launch.most_splits if is_large else len(h), ALL_SPLITS=not is_large, WIDE=_WIDE,
+        OUTPUTS_ALIGNED=launch.outputs_aligned, WEIGHTS=weights is not None,
         STAGES=3 if is_large else 4, num_stages=1,
         maxnreg=launch.registers, num_warps=8 if is_large else 4, **launch.tile_options(),
     )  # fmt: skip

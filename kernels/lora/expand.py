@@ -13,27 +13,33 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from blockyard.kernels.lora.adapter_tiles import load_tile, multiply, own_items
 from blockyard.kernels.programmatic_launch import wait_for_work
 
+MOST_SPLITS = tl.constexpr(32)  # of the inputs
+
 
 @triton.jit
-def inverse_lengths(squares_ptr, rows, inputs, eps, splits, num_rows, SPLITS: tl.constexpr):
-    """What an RMSNorm multiplies rows [ROWS] with, of the sums of squares of their splits."""
-    split = tl.arange(0, SPLITS)
-    known = (rows < num_rows)[:, None] & (split < splits)[None, :]
+def inverse_lengths(squares_ptr, rows, inputs, eps, splits, end, num_rows):
+    """What an RMSNorm multiplies rows [ROWS] before `end` with, of the sums of squares of their splits."""
+    split = tl.arange(0, MOST_SPLITS)
+    known = (rows < end)[:, None] & (split < splits)[None, :]
     squares = tl.load(squares_ptr + split[None, :] * num_rows + rows[:, None], mask=known, other=0.0)
     return tl.rsqrt(tl.sum(squares, 1) / inputs + eps)
 
 
 @triton.jit
 def sum_splits(
-    h_ptr, rows, ranks, rank, splits, h_row, num_rows, SPLITS: tl.constexpr, ALIGNED: tl.constexpr,
+    h_ptr, rows, ranks, rank, splits, h_row, num_rows,
+    SPLITS: tl.constexpr, ALL_SPLITS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """h [ROWS, RANKS], added up over its splits."""
-    at = h_ptr + rows.to(tl.int64)[:, None] * h_row + ranks[None, :]
+    """h [ROWS, RANKS], added up over its splits. ALL_SPLITS: there are SPLITS, otherwise SPLITS at most."""
+    at = h_ptr + rows[:, None].to(tl.int64) * h_row + ranks[None, :]
     h = tl.zeros([rows.shape[0], ranks.shape[0]], tl.float32)
     h_split, padded = tl.cast(num_rows, tl.int64) * h_row, tl.cdiv(rank, ALIGNED) * ALIGNED
+    inside = (rows[:, None] < num_rows) & (ranks < padded)[None, :]
     for split in tl.static_range(SPLITS):
-        inside = (rows < num_rows)[:, None] & (ranks < tl.where(splits > split, padded, 0))[None, :]
-        h += tl.load(at + split * h_split, mask=inside, other=0.0)
+        if not ALL_SPLITS:
+            inside = (rows[:, None] < num_rows) & (ranks < tl.where(splits > split, padded, 0))[None, :]
+        h += tl.load(at, mask=inside, other=0.0)
+        at += h_split
     return tl.where((ranks < rank)[None, :], h, 0.0)
 
 
@@ -66,12 +72,12 @@ def load_entry(arena_ptr, offsets_ptr, ranks_ptr, entry, exists, OFFSETS: tl.con
 @triton.jit
 def load_h(
     h_ptr, squares_ptr, rows, ranks, rank, splits, h_row, num_rows, inputs, eps,
-    SPLITS: tl.constexpr, ALIGNED: tl.constexpr, NORM: tl.constexpr,
+    SPLITS: tl.constexpr, ALL_SPLITS: tl.constexpr, ALIGNED: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """h [ROWS, RANKS]; NORM: of rows that are normalised."""
-    h = sum_splits(h_ptr, rows, ranks, rank, splits, h_row, num_rows, SPLITS, ALIGNED)
+    h = sum_splits(h_ptr, rows, ranks, rank, splits, h_row, num_rows, SPLITS, ALL_SPLITS, ALIGNED)
     if NORM:
-        h *= inverse_lengths(squares_ptr, rows, inputs, eps, splits, num_rows, SPLITS)[:, None]
+        h *= inverse_lengths(squares_ptr, rows, inputs, eps, splits, tl.where(rank > 0, num_rows, 0), num_rows)[:, None]
     return h
 
 
@@ -111,8 +117,8 @@ def add_slab(
 def add_rows(
     h_ptr, squares_ptr, out_ptr, arena_ptr, weights_ptr, rows, b, rank, b_ptr, bias_at, begin, end, start, splits,
     h_row, num_rows, out_stride, inputs, eps,
-    ALIGNED: tl.constexpr, SPLITS: tl.constexpr, RANKS: tl.constexpr, OUTPUTS: tl.constexpr, WIDE: tl.constexpr,
-    WEIGHTS: tl.constexpr, NORM: tl.constexpr, MANY: tl.constexpr, STAGES: tl.constexpr,
+    ALIGNED: tl.constexpr, SPLITS: tl.constexpr, ALL_SPLITS: tl.constexpr, RANKS: tl.constexpr, OUTPUTS: tl.constexpr,
+    WIDE: tl.constexpr, WEIGHTS: tl.constexpr, NORM: tl.constexpr, MANY: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds the products of rows with one adapter to the outputs of a part from `begin` to `end`, of which b has the
     first if there are at most RANKS ranks. MANY: of a piece of more ranks; 0: there are none."""
@@ -127,7 +133,20 @@ def add_rows(
             cols, ranks = begin + tl.arange(0, OUTPUTS), tl.arange(0, RANKS)
             out = load_out(out_rows, is_row, cols, end)
             h = load_h(
-                h_ptr, squares_ptr, rows, ranks, rank, splits, h_row, num_rows, inputs, eps, SPLITS, ALIGNED, NORM
+                h_ptr,
+                squares_ptr,
+                rows,
+                ranks,
+                rank,
+                splits,
+                h_row,
+                num_rows,
+                inputs,
+                eps,
+                SPLITS,
+                ALL_SPLITS,
+                ALIGNED,
+                NORM,
             )
             add_tile(out, h, b, out_rows, bias_ptr, weights_ptr, rows, is_row, has_bias, cols, end, WEIGHTS)
             if rank % WIDE == 0:
@@ -145,7 +164,20 @@ def add_rows(
             for first in range(0, rank, MANY):
                 ranks = first + tl.arange(0, MANY)
                 h = load_h(
-                    h_ptr, squares_ptr, rows, ranks, rank, splits, h_row, num_rows, inputs, eps, SPLITS, ALIGNED, NORM
+                    h_ptr,
+                    squares_ptr,
+                    rows,
+                    ranks,
+                    rank,
+                    splits,
+                    h_row,
+                    num_rows,
+                    inputs,
+                    eps,
+                    SPLITS,
+                    ALL_SPLITS,
+                    ALIGNED,
+                    NORM,
                 ).to(b.dtype)
                 if rank % WIDE == 0:
                     add_slab(
@@ -181,9 +213,9 @@ def expand_kernel(
     sizes_ptr, out_ptr, num_rows, num_tiles, splits, out_stride, parts, padded_rank, tiles_of_part, rows_of_place,
     place_stride, inputs, eps,
     OFFSETS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    RANKS: tl.constexpr, SPLITS: tl.constexpr, WIDE: tl.constexpr, OUTPUTS_ALIGNED: tl.constexpr,
-    EXPERTS: tl.constexpr, WEIGHTS: tl.constexpr, NORM: tl.constexpr, MANY: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    RANKS: tl.constexpr, SPLITS: tl.constexpr, ALL_SPLITS: tl.constexpr, WIDE: tl.constexpr,
+    OUTPUTS_ALIGNED: tl.constexpr, EXPERTS: tl.constexpr, WEIGHTS: tl.constexpr, NORM: tl.constexpr,
+    MANY: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -208,8 +240,8 @@ def expand_kernel(
                 add_rows(
                     h_ptr + part * padded_rank, squares_ptr, out_ptr, arena_ptr, weights_ptr,
                     tl.where(places == place, rows, num_rows), b, rank, b_ptr, bias_at, begin, end, start, splits,
-                    h_row, num_rows, out_stride, inputs, eps, ALIGNED, SPLITS, RANKS, OUTPUTS, WIDE, WEIGHTS, NORM,
-                    MANY, STAGES,
+                    h_row, num_rows, out_stride, inputs, eps,
+                    ALIGNED, SPLITS, ALL_SPLITS, RANKS, OUTPUTS, WIDE, WEIGHTS, NORM, MANY, STAGES,
                 )  # fmt: skip
                 places = tl.where(places == place, -1, places)
                 place = tl.max(places, 0).to(tl.int64)
@@ -229,7 +261,7 @@ def expand_kernel(
             add_rows(
                 h_ptr + part * padded_rank, squares_ptr, out_ptr, arena_ptr, weights_ptr, rows, b, rank, b_ptr, bias_at,
                 begin, end, start, splits, h_row, num_rows, out_stride, inputs, eps,
-                ALIGNED, SPLITS, RANKS, OUTPUTS, WIDE, WEIGHTS, NORM, MANY, STAGES,
+                ALIGNED, SPLITS, ALL_SPLITS, RANKS, OUTPUTS, WIDE, WEIGHTS, NORM, MANY, STAGES,
             )  # fmt: skip
             item += count
             tile, part, count, begin, end, start = locate(

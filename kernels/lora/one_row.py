@@ -129,7 +129,7 @@ def expand_row_kernel(
         out = tl.load(target, mask=inside, other=0.0)
         factor = 1.0
         if NORM:
-            factor = inverse_length(squares_ptr + row, inputs, eps, splits, num_rows, SPLITS)
+            factor = inverse_length(squares_ptr + row, inputs, eps, tl.where(rank > 0, splits, 0), num_rows, SPLITS)
         h_ptr += row * parts * padded_rank + part * padded_rank
         h_split = tl.cast(num_rows, tl.int64) * parts * padded_rank
         total = times_b(h_ptr, b, factor, ranks, rank, splits, h_split, SPLITS, ALIGNED) + bias

@@ -43,10 +43,10 @@ def load_a(a_ptr, inside, cols, inputs):
 @triton.jit
 def load_x(x_rows, cols, inside, inputs, GATED: tl.constexpr):
     """Inputs [ROWS, INPUTS]; GATED: silu(gate) * up, which a row has side by side."""
-    x = tl.load(x_rows[:, None] + cols[None, :], mask=inside, other=0.0)
+    x = tl.load(x_rows + cols[None, :], mask=inside, other=0.0)
     if GATED:
         gate = x.to(tl.float32)
-        up = tl.load(x_rows[:, None] + (inputs + cols)[None, :], mask=inside, other=0.0)
+        up = tl.load(x_rows + (inputs + cols)[None, :], mask=inside, other=0.0)
         x = (gate / (1 + tl.exp(-gate)) * up).to(x.dtype)
     return x
 
@@ -77,11 +77,11 @@ def shrink_rows(
         total, squares = multiply_step(x, norm_ptr, a, cols, inputs, total, squares, IS_HALF, NORM)
         for start in range(begin + INPUTS, end, INPUTS):
             cols = start + tl.arange(0, INPUTS)
-            some_x = load_x(x_rows, cols, (rows < num_rows)[:, None] & (cols < inputs)[None, :], inputs, GATED)
+            some_x = load_x(x_rows, cols, (rows[:, None] < num_rows) & (cols < inputs)[None, :], inputs, GATED)
             some_a = load_a(a_ptr, inside, cols, inputs)
             total, squares = multiply_step(some_x, norm_ptr, some_a, cols, inputs, total, squares, IS_HALF, NORM)
-        at = rows.to(tl.int64)[:, None] * numbers + number[None, :]
-        tl.store(h_ptr + at, total, mask=(rows < num_rows)[:, None] & inside[None, :])
+        at = rows[:, None].to(tl.int64) * numbers + number[None, :]
+        tl.store(h_ptr + at, total, mask=(rows[:, None] < num_rows) & inside[None, :])
         if NORM:
             tl.store(squares_ptr + rows, squares, mask=rows < num_rows)
 
@@ -147,11 +147,9 @@ def shrink_kernel(
                     arena_ptr, offsets_ptr, ranks_ptr, own_ptr, place * place_stride + expert * parts + part, rank,
                     part < parts, inputs, OFFSETS, ALIGNED, OWN,
                 )  # fmt: skip
-                x_rows = x_ptr + (own // rows_of_x).to(tl.int64) * x_stride
-                is_read = (own < num_rows)[:, None] & (cols < tl.where(tl.max(inside.to(tl.int32), 0) > 0, inputs, 0))[
-                    None, :
-                ]
-                x = load_x(x_rows, cols, is_read, inputs, GATED)
+                x_rows = x_ptr + (own[:, None] // rows_of_x).to(tl.int64) * x_stride
+                read = tl.where(tl.max(inside.to(tl.int32), 0) > 0, inputs, 0)
+                x = load_x(x_rows, cols, (own[:, None] < num_rows) & (cols < read)[None, :], inputs, GATED)
                 a = load_a(a_ptr, inside, cols, inputs)
                 shrink_rows(
                     x_rows, norm_ptr, h_ptr + split * h_split, squares_ptr, own, x, a_ptr, inside,
@@ -168,15 +166,14 @@ def shrink_kernel(
         )  # fmt: skip
         if PDL and EARLY:
             wait_for_work(item < last)
-        while item < last:
+        for following in tl.range(item + 1, last + 1, num_stages=1):
             begin = split * steps * INPUTS
             end, cols = tl.minimum(begin + steps * INPUTS, inputs), begin + tl.arange(0, INPUTS)
-            x_rows = x_ptr + (rows // rows_of_x).to(tl.int64) * x_stride
-            x = load_x(x_rows, cols, (rows < num_rows)[:, None] & (cols < inputs)[None, :], inputs, GATED)
-            item += 1
+            x_rows = x_ptr + (rows[:, None] // rows_of_x).to(tl.int64) * x_stride
+            x = load_x(x_rows, cols, (rows[:, None] < num_rows) & (cols < inputs)[None, :], inputs, GATED)
             next_split, next_rows, next_ptr, next_inside, next_number, next_a = load_item(
-                item, last, rows_ptr, owners_ptr, arena_ptr, offsets_ptr, ranks_ptr, own_ptr, num_rows, steps, splits,
-                num_numbers, inputs, parts, padded_rank, place_stride,
+                following, last, rows_ptr, owners_ptr, arena_ptr, offsets_ptr, ranks_ptr, own_ptr, num_rows, steps,
+                splits, num_numbers, inputs, parts, padded_rank, place_stride,
                 OFFSETS, ALIGNED, TILE, ROWS, NUMBERS, INPUTS, OWN,
             )  # fmt: skip
             shrink_rows(

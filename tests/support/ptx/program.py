@@ -101,7 +101,7 @@ class Program:
         elif name in ("ldmatrix", "stmatrix"):
             self._matrices(name, parts, args)
         elif name == "cp":
-            if parts[2] == "cg":  # others wait for copies, which are done at once here
+            if parts[2] in ("ca", "cg"):  # others wait for copies, which are done at once here
                 self._copy(args, wanted)
         elif name in ("shfl", "vote", "redux", "atom"):
             self._exchange(name, parts, args, wanted)
