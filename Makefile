@@ -45,15 +45,18 @@ check: test-ready
 SLOWEST := -q --durations=15 --durations-min=5
 # Files run in the order of their names: those with the fewest tests, which would be the last, take long.
 BY_FILE := --dist loadfile --no-loadscope-reorder
-# Tests in which a delay of the machine itself would be taken for a fault have it nearly to themselves: kernels beside
-# them compute on what they leave. `make pytest ARGS=tests/shared` runs these alone.
-ALONE := $(addprefix integration/,failures/test_freezes.py failures/test_tokenizer_faults.py workers/test_ray_ranks.py) \
-	$(addprefix services/bench/,test_suite.py parallel/test_measures.py prefill_decode/test_measures.py)
+# Tests that compute, and have no limits of time, run beside all others, on what these leave. They leave the cache of
+# pytest alone, where LATE finds what has failed.
+COMPUTING := $(addprefix kernels/,attention moe quantized lora) shared/tool_parsers services/scheduler \
+	$(addprefix services/gpu_worker/,same_tokens models quantization layers loading attention)
 # gives way to all: Linux shares a core among sessions first, and then among the processes of each
 IDLE := nice -n 19 sh -c 'echo 19 >/proc/self/autogroup || true; exec "$$0" "$$@"'
-# those that take as long as what runs alone; the other kernels run with the models
-KERNELS := kernels/attention kernels/moe
-OTHERS := $(addprefix --ignore=tests/,integration $(KERNELS) $(ALONE))
+# Tests in which a delay of the machine itself would be taken for a fault have it to themselves but for what computes.
+# `make pytest ARGS=tests/shared` runs these alone.
+ALONE := $(addprefix integration/,failures/test_freezes.py failures/test_broken_links.py failures/test_tokenizer_faults.py) \
+	integration/workers/test_ray_ranks.py \
+	$(addprefix services/bench/,test_suite.py parallel/test_measures.py prefill_decode/test_measures.py)
+OTHERS := $(addprefix --ignore=tests/,integration $(COMPUTING) $(ALONE))
 RINGS := $(filter-out %__pycache__/,$(wildcard tests/integration/*/ tests/integration/test_*.py)) $(ALONE:%=--ignore=tests/%)
 # Tests of whole rings that fail beside others, whose rings take their cores, must pass by themselves.
 LATE := --last-failed --last-failed-no-failures none -rfEp
@@ -63,13 +66,13 @@ ifdef ARGS
 else
 pytest: export OMP_NUM_THREADS := 1
 pytest:
-	$(RUN) -m pytest $(SLOWEST) -n 3 $(BY_FILE) $(OTHERS)
-	@log=$$(mktemp); setsid $(IDLE) $(RUN) -m pytest $(SLOWEST) --timeout=1200 $(KERNELS:%=tests/%) >$$log 2>&1 & kernels=$$!; \
-	trap 'kill $$kernels' INT TERM; \
-	$(RUN) -m pytest $(SLOWEST) $(ALONE:%=tests/%); alone=$$?; \
-	wait $$kernels; kernels=$$?; cat $$log; rm $$log; test $$alone = 0 -a $$kernels = 0
-	$(RUN) -m pytest $(SLOWEST) -n 4 $(BY_FILE) $(RINGS) || \
-	{ $(RUN) -m pytest $(SLOWEST) $(LATE) $(RINGS) && echo "late beside other rings, in time by themselves: the tests above"; }
+	@log=$$(mktemp); setsid $(IDLE) $(RUN) -m pytest $(SLOWEST) --timeout=1200 -p no:cacheprovider -n 2 $(BY_FILE) \
+		$(COMPUTING:%=tests/%) >$$log 2>&1 & computing=$$!; \
+	trap 'kill $$computing' INT TERM; \
+	$(RUN) -m pytest $(SLOWEST) -n 3 $(BY_FILE) $(OTHERS) && $(RUN) -m pytest $(SLOWEST) $(ALONE:%=tests/%); others=$$?; \
+	test $$others = 0 && $(RUN) -m pytest $(SLOWEST) -n 4 $(BY_FILE) $(RINGS); rings=$$?; \
+	wait $$computing; computing=$$?; cat $$log; rm $$log; test $$others = 0 -a $$computing = 0 && \
+	{ test $$rings = 0 || { $(RUN) -m pytest $(SLOWEST) $(LATE) $(RINGS) && echo "late beside other rings, in time by themselves: the tests above"; }; }
 endif
 
 # What needs a GPU, on a machine that has one (with its own torch and Triton: NO_INSTALL=1 PYTHON=python3). `make test` has

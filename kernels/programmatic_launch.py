@@ -4,6 +4,9 @@ A kernel launched so calls `gdc_launch_dependents` at once, so that the next ker
 kernel writes (weights). It calls `gdc_wait` before it reads or writes anything else. At least one of its programs must
 wait, because the next kernel takes its end for the end of everything before it. A kernel may announce the next one
 after its own wait instead: then everything before it has ended when the next one begins.
+
+A kernel that does not announce the next one has ended when that one begins, and all later ones. What it wrote may be
+read before a wait: so kernels of adapters read tiles, which `map_experts` makes for them without PDL.
 """
 
 import torch

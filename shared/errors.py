@@ -1,5 +1,6 @@
 """The error tree. Messages contain the wrong value and fit in one line."""
 
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -34,9 +35,17 @@ class RankLostError(BlockyardError):
 
 
 class BatchError(BlockyardError):
-    """A batch ended before its last line. What was answered is in its output."""
+    """A batch ended before its last line. What was answered is in its output.
+
+    `cause` is for clients: it names no file of the server.
+    """
 
     exit_code = 5
+
+    def __init__(self, cause: str, path: Path | None = None) -> None:
+        """path: of the file that failed."""
+        super().__init__(cause if path is None else f"{path}: {cause}")
+        self.cause = cause
 
 
 class AdapterError(BlockyardError):

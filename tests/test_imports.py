@@ -101,8 +101,8 @@ LAYERS["shared"] = (
     "progress_bars",
     "token_ids",
     "json_objects",
+    "context_length",
     "quantization",
-    "quantization_settings",
     "chat_template_files",
 )
 LAYERS["shared"] += ("tokenizer_files", "messages", "block_hashes")
@@ -125,7 +125,7 @@ LAYERS["shared/grammars"] = (
 )
 LAYERS["shared/grammars"] += ("outlines_engine", "lm_format_enforcer_engine", "engines")
 LAYERS["shared/grammars/json_schemas"] = ("patterns", "keywords", "normal_form", "rules", "engine_schemas")
-LAYERS["shared/quantization_settings"] = ("reading", "integers", "floats", "groups", "table", "files")
+LAYERS["shared/quantization"] = ("reading", "integers", "floats", "groups", "table", "method", "files")
 LAYERS["shared/messages"] = ("base", "adapters", "grammars", "requests", "pooling", "streams", "kv_transfer", "steps")
 LAYERS["shared/messages"] += ("text", "controls", "model_settings", "membership", "metrics", "stored_responses")
 LAYERS["shared/messages"] += ("rank_bench",)

@@ -40,14 +40,14 @@ def take(place, inside, polls, failed_ptr, reported_ptr):
     and waits for none of its other tiles.
     """
     EMPTY: tl.constexpr = _EMPTY_HALF_WORD if place.dtype.element_ty == tl.int16 else _EMPTY_WORD
-    bits = tl.load(place, mask=inside, other=0, volatile=True)
-    missing = tl.max((bits == EMPTY).to(tl.int32), 0)
     left = polls
-    while (missing > 0) & (left > 0):
-        bits = tl.load(place, mask=inside, other=0, volatile=True)
-        missing = tl.max((bits == EMPTY).to(tl.int32), 0)
+    bits = tl.load(place, mask=inside, other=0, volatile=True)
+    missing = tl.max(((bits == EMPTY) & (left > 0)).to(tl.int32), 0)
+    while missing > 0:  # the same for all threads, which `left` may not be
         left -= 1
-    if missing > 0:
+        bits = tl.load(place, mask=inside, other=0, volatile=True)
+        missing = tl.max(((bits == EMPTY) & (left > 0)).to(tl.int32), 0)
+    if left <= 0:
         tl.store(failed_ptr, 1)
         tl.store(reported_ptr, 1)
     tl.store(place, tl.full(bits.shape, EMPTY, bits.dtype), mask=inside)
@@ -64,13 +64,15 @@ def begin_sum(
     Returns the weight, the half of the buffers that the sum uses, and how often `take` reads: not again after a
     failure. A program reads one word, and writes it and those of programs that other sums have, too.
     """
+    if PDL:
+        gdc_launch_dependents()
     weight = load_for_norm(weight_ptr + cols, cols < size, NORM)
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()  # not sooner: two sums, or three kernels, are never in flight then
     program, programs = tl.program_id(0), tl.num_programs(0)
     num_sums = tl.load(num_sums_ptr + program)
     polls = tl.where(tl.load(failed_ptr) == 0, most_polls, 0)
+    tl.debug_barrier()  # each warp loads the number by itself: without this, one that is late reads what another stores
     at = tl.arange(0, MOST)
     tl.store(num_sums_ptr + at, num_sums + 1, mask=at % programs == program)
     return weight, num_sums & 1, polls

@@ -2,7 +2,8 @@
 
 As in `layers/linear_skinny`, weights go straight to registers, and the products are summed in float32. The first
 product has the gate in it. The second one sums the experts of a row, in the order of its pairs, and may add the sum to
-an existing tensor. Rows with the same expert read its weights each.
+an existing tensor. Rows with the same expert read its weights each. Experts from the number of experts on are those of
+other ranks: their pairs add nothing, and no weight is read for them.
 
 With PDL (see `programmatic_launch`) the first product announces the second one after its own wait. By then the experts
 are known, so the second product may load their weights while the first one ends. It reads the experts again after its
@@ -85,6 +86,8 @@ def _gate_up_skinny_kernel(
     if LOADS:
         store_loads(experts_ptr, loads_ptr, num_pairs, EXPERTS, BINS, PAIRS)
     expert = tl.load(experts_ptr + pair).to(tl.int64)
+    if expert >= EXPERTS:
+        return
     number = tl.arange(0, 2 * OUT_TILE)  # gate and up of one output after the other
     out = tl.program_id(0) * OUT_TILE + number // 2
     known = out < inner
@@ -118,11 +121,11 @@ def _gate_up_skinny_kernel(
 
 @triton.jit
 def read_experts(experts_ptr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr):
-    """The experts of a row as a tuple of numbers that exist, whatever is in memory."""
+    """The experts of a row as a tuple of numbers from 0 to EXPERTS, whatever is in memory."""
     experts = ()
     for i in tl.static_range(TOP_K):
         one = tl.load(experts_ptr + i)  # kept in L1: all programs read these few numbers, and L2 has them in one place
-        experts += (tl.minimum(tl.maximum(one, 0), EXPERTS - 1),)  # type: ignore[assignment]
+        experts += (tl.minimum(tl.maximum(one, 0), EXPERTS),)  # type: ignore[assignment]
     return experts
 
 
@@ -132,6 +135,16 @@ def differ(left, right, TOP_K: tl.constexpr):
     for i in tl.static_range(1, TOP_K):
         found |= left[i] != right[i]
     return found
+
+
+@triton.jit
+def are_here(experts, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, K_TILE: tl.constexpr):
+    """Which of the experts of a row this rank has, [experts of a row]."""
+    k = tl.arange(0, K_TILE)
+    expert = tl.full([K_TILE], EXPERTS, tl.int32)
+    for i in tl.static_range(TOP_K):
+        expert = tl.where(k == i, experts[i], expert)
+    return expert < EXPERTS
 
 
 @triton.jit
@@ -156,8 +169,9 @@ def _down_skinny_kernel(
     out = tl.program_id(0) * OUT_TILE + tl.arange(0, OUT_TILE)
     k = tl.arange(0, K_TILE)
     cols = tl.arange(0, TILE)[None, None, :]
-    known = ((k < TOP_K)[:, None] & (out < outs)[None, :])[:, :, None]
     experts = read_experts(experts_ptr + row * TOP_K, EXPERTS, TOP_K)
+    here = are_here(experts, EXPERTS, TOP_K, K_TILE)
+    known = (here[:, None] & (out < outs)[None, :])[:, :, None]
     output = outputs_of(experts, outs, out, TOP_K, K_TILE)
     weight = tl.load(weight_ptr + (output * SIZE)[:, :, None] + cols, mask=known & (cols < SIZE), other=0.0)
     if PDL:
@@ -166,6 +180,8 @@ def _down_skinny_kernel(
         guess = experts
         experts = read_experts(experts_ptr + row * TOP_K, EXPERTS, TOP_K)
         if differ(guess, experts, TOP_K):
+            here = are_here(experts, EXPERTS, TOP_K, K_TILE)
+            known = (here[:, None] & (out < outs)[None, :])[:, :, None]
             output = outputs_of(experts, outs, out, TOP_K, K_TILE)
             weight = tl.load(weight_ptr + (output * SIZE)[:, :, None] + cols, mask=known & (cols < SIZE), other=0.0)
     totals = tl.zeros([K_TILE, OUT_TILE, TILE // LANE], tl.float32)
@@ -179,10 +195,10 @@ def _down_skinny_kernel(
         totals += tl.sum(tl.reshape(products, [K_TILE, OUT_TILE, TILE // LANE, LANE]), 3)
     total = tl.sum(totals, 2)
     if BIAS:
-        inside = (k < TOP_K)[:, None] & (out < outs)[None, :]
+        inside = here[:, None] & (out < outs)[None, :]
         total += tl.load(bias_ptr + output, mask=inside, other=0.0).to(tl.float32)
     if SCALE:
-        total *= tl.load(scale_ptr + row * TOP_K + k, mask=k < TOP_K, other=0.0)[:, None]
+        total *= tl.load(scale_ptr + row * TOP_K + k, mask=here, other=0.0)[:, None]
     y = tl.sum(total, 0)
     if SHARED:
         y += tl.load(shared_ptr + row * outs + out, mask=out < outs, other=0.0).to(tl.float32)
@@ -207,7 +223,8 @@ def gate_up_skinny(
 
     norm: x is normalised first; its weight may be float32. bias [experts, 2 * inner]. scale [rows, top_k] float32
     multiplies the input. loads [experts] int32 gets the number of pairs of each expert. Sums are in float32. All
-    tensors are contiguous. Raises ValueError for other shapes, dtypes and layouts.
+    tensors are contiguous. Rows of pairs of other ranks' experts are not written. Raises ValueError for other shapes,
+    dtypes and layouts.
     """
     (rows, size), (num_experts, outs, _) = x.shape, weight.shape
     if gate is Gate.NONE or outs % 2:

@@ -15,12 +15,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
 from blockyard.kernels.layers.rms_norm import RMSNorm
-from blockyard.kernels.moe.experts_skinny import SkinnyTiling, differ, outputs_of, read_experts
+from blockyard.kernels.moe.experts_skinny import SkinnyTiling, are_here, differ, outputs_of, read_experts
 from blockyard.kernels.moe.few_rows import store_loads
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.grouped_linear import gate_values
 from blockyard.kernels.moe.operand_checks import check_loads, check_operands
-from blockyard.kernels.moe.round_rows import rounded
+from blockyard.kernels.moe.round_rows import rounded, scales_of_rows
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 from blockyard.kernels.quantized.packed_weights import Codes, ExpertRounding, PackedWeights
 from blockyard.kernels.quantized.unpack_tiles import lane_sums, load_codes, load_scales
@@ -50,6 +50,28 @@ def _add_lanes(
     return totals + sums
 
 
+@triton.jit
+def _scales_of_row(
+    x_ptr, norm_weight_ptr, eps, most, high_ptr, low_ptr,
+    NORM: tl.constexpr, ROUND: tl.constexpr, STATIC: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr,
+    SIZE: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """Of a row that is rounded: what an RMSNorm multiplies it by beside its weight, and what `rounded` needs to know,
+    [1]. FULL: a power of 2 that is SIZE or more."""
+    if ROUND == 0:
+        return 1.0, 1.0, 0.0
+    else:  # noqa: RET505, only one branch is compiled
+        cols = tl.arange(0, FULL)[None, :]
+        row = tl.load(x_ptr + cols, mask=cols < SIZE, other=0.0).to(tl.float32)
+        inverse = 1.0
+        if NORM:  # as `add_rms_norm` computes it, rounded to what other products read
+            inverse = tl.rsqrt(tl.sum(tl.sum(row * row, 1), 0) / SIZE + eps)
+            norm_weight = tl.load(norm_weight_ptr + cols, mask=cols < SIZE, other=0.0).to(tl.float32)
+            row = (row * inverse * norm_weight).to(x_ptr.dtype.element_ty).to(tl.float32)
+        scale, zero = scales_of_rows(row, most, high_ptr, low_ptr, ROUND, STATIC, MOST, GROUP)
+        return inverse, scale, zero
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def _gate_up_quantized_kernel(
     x_ptr, norm_weight_ptr, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, table_ptr, bias_ptr, scale_ptr,
@@ -68,21 +90,32 @@ def _gate_up_quantized_kernel(
     if LOADS:
         store_loads(experts_ptr, loads_ptr, num_pairs, EXPERTS, BINS, PAIRS)
     expert = tl.load(experts_ptr + pair).to(tl.int64)
+    if expert >= EXPERTS:
+        return
     number = tl.arange(0, 2 * OUT_TILE)  # gate and up of one output after the other
     out = tl.program_id(0) * OUT_TILE + number // 2
     known = (out < inner)[None, :, None]
     output = (expert * 2 * inner + number % 2 * inner + out)[None, :, None]
-    rows = x_ptr + tl.zeros([1, 1], tl.int32) + pair // TOP_K * SIZE
+    x_ptr += pair // TOP_K * SIZE
+    codes = load_codes(codes_ptr, output, known, 0, SIZE, CODES, TILE)
+    inverse, scale, zero = _scales_of_row(
+        x_ptr, norm_weight_ptr, eps, most, high_ptr, low_ptr, NORM, ROUND, STATIC, MOST, ROUND_GROUP, SIZE, FULL
+    )
     totals = tl.zeros([1, 2 * OUT_TILE, TILE // LANE], tl.float32)
     squares = tl.zeros([TILE // 8], tl.float32)
     for start in tl.static_range(0, SIZE, TILE):
-        codes = load_codes(codes_ptr, output, known, start, SIZE, CODES, TILE)
+        if start > 0:
+            codes = load_codes(codes_ptr, output, known, start, SIZE, CODES, TILE)
         cols = start + tl.arange(0, TILE)
-        given = tl.load(x_ptr + pair // TOP_K * SIZE + cols, mask=cols < SIZE, other=0.0).to(tl.float32)
+        given = tl.load(x_ptr + cols, mask=cols < SIZE, other=0.0).to(tl.float32)
         if NORM:
-            squares += tl.sum(tl.reshape(given * given, [TILE // 8, 8]), 1)
-            given *= tl.load(norm_weight_ptr + cols, mask=cols < SIZE, other=0.0).to(tl.float32)
-        given = rounded(given[None, :], rows, most, high_ptr, low_ptr, ROUND, STATIC, MOST, ROUND_GROUP, SIZE, FULL)
+            norm_weight = tl.load(norm_weight_ptr + cols, mask=cols < SIZE, other=0.0).to(tl.float32)
+            if ROUND:
+                given = (given * inverse * norm_weight).to(x_ptr.dtype.element_ty).to(tl.float32)
+            else:
+                squares += tl.sum(tl.reshape(given * given, [TILE // 8, 8]), 1)
+                given *= norm_weight
+        given = rounded(given[None, :], scale, zero, most, high_ptr, ROUND, STATIC, MOST, ROUND_GROUP)
         totals = _add_lanes(
             totals, codes, given, scales_ptr, zeros_ptr, table_ptr, output, known, start,
             SIZE, CODES, LANE, GROUP, SCALES, E8M0, ZEROS,
@@ -90,7 +123,7 @@ def _gate_up_quantized_kernel(
     total = tl.reshape(tl.sum(totals, 2), [2 * OUT_TILE])
     known = out < inner
     output = expert * 2 * inner + number % 2 * inner + out
-    if NORM:
+    if NORM and not ROUND:
         total *= tl.rsqrt(tl.sum(squares, 0) / SIZE + eps)
     if ROW_SCALES:
         total *= tl.load(row_scales_ptr + output, mask=known, other=0.0).to(tl.float32)
@@ -118,8 +151,9 @@ def _down_quantized_kernel(
     row = tl.program_id(1).to(tl.int64)
     out = tl.program_id(0) * OUT_TILE + tl.arange(0, OUT_TILE)
     k = tl.arange(0, K_TILE)
-    known = ((k < TOP_K)[:, None] & (out < outs)[None, :])[:, :, None]
     experts = read_experts(experts_ptr + row * TOP_K, EXPERTS, TOP_K)
+    here = are_here(experts, EXPERTS, TOP_K, K_TILE)
+    known = (here[:, None] & (out < outs)[None, :])[:, :, None]
     output = outputs_of(experts, outs, out, TOP_K, K_TILE)[:, :, None]
     codes = load_codes(codes_ptr, output, known, 0, SIZE, CODES, TILE)
     if PDL:
@@ -128,29 +162,36 @@ def _down_quantized_kernel(
         guess = experts
         experts = read_experts(experts_ptr + row * TOP_K, EXPERTS, TOP_K)
         if differ(guess, experts, TOP_K):
+            here = are_here(experts, EXPERTS, TOP_K, K_TILE)
+            known = (here[:, None] & (out < outs)[None, :])[:, :, None]
             output = outputs_of(experts, outs, out, TOP_K, K_TILE)[:, :, None]
             codes = load_codes(codes_ptr, output, known, 0, SIZE, CODES, TILE)
     rows = x_ptr + ((row * TOP_K + tl.minimum(k, TOP_K - 1)) * SIZE)[:, None]
+    scale, zero = 1.0, 0.0
+    if ROUND:
+        every = tl.arange(0, FULL)[None, :]
+        whole = tl.load(rows + every, mask=here[:, None] & (every < SIZE), other=0.0).to(tl.float32)
+        scale, zero = scales_of_rows(whole, most, high_ptr, low_ptr, ROUND, STATIC, MOST, ROUND_GROUP)
     totals = tl.zeros([K_TILE, OUT_TILE, TILE // LANE], tl.float32)
     for start in tl.static_range(0, SIZE, TILE):
         if start > 0:
             codes = load_codes(codes_ptr, output, known, start, SIZE, CODES, TILE)
         cols = start + tl.arange(0, TILE)[None, :]
-        given = tl.load(rows + cols, mask=(k < TOP_K)[:, None] & (cols < SIZE), other=0.0).to(tl.float32)
-        given = rounded(given, rows, most, high_ptr, low_ptr, ROUND, STATIC, MOST, ROUND_GROUP, SIZE, FULL)
+        given = tl.load(rows + cols, mask=here[:, None] & (cols < SIZE), other=0.0).to(tl.float32)
+        given = rounded(given, scale, zero, most, high_ptr, ROUND, STATIC, MOST, ROUND_GROUP)
         totals = _add_lanes(
             totals, codes, given, scales_ptr, zeros_ptr, table_ptr, output, known, start,
             SIZE, CODES, LANE, GROUP, SCALES, E8M0, ZEROS,
         )  # fmt: skip
     total = tl.sum(totals, 2)
     output = outputs_of(experts, outs, out, TOP_K, K_TILE)
-    inside = (k < TOP_K)[:, None] & (out < outs)[None, :]
+    inside = here[:, None] & (out < outs)[None, :]
     if ROW_SCALES:
         total *= tl.load(row_scales_ptr + output, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
         total += tl.load(bias_ptr + output, mask=inside, other=0.0).to(tl.float32)
     if SCALE:
-        total *= tl.load(scale_ptr + row * TOP_K + k, mask=k < TOP_K, other=0.0)[:, None]
+        total *= tl.load(scale_ptr + row * TOP_K + k, mask=here, other=0.0)[:, None]
     y = tl.sum(tl.where(inside, total, 0.0), 0)
     if SHARED:
         y += tl.load(shared_ptr + row * outs + out, mask=out < outs, other=0.0).to(tl.float32)
@@ -172,7 +213,7 @@ def gate_up_quantized(
     scale: Tensor | None = None,
     loads: Tensor | None = None,
 ) -> Tensor:
-    """Computes `gate_up_skinny` with quantized weights. rounding: of the input; a norm is none of a rounded one.
+    """Computes `gate_up_skinny` with quantized weights. rounding: of the input, which is normalised before.
 
     Raises ValueError for other shapes, dtypes and layouts, and for a rounding that `can_round` denies.
     """
@@ -183,8 +224,6 @@ def gate_up_quantized(
     check_loads(loads, num_experts)
     if norm is not None and (norm.weight.shape != (size,) or norm.weight.dtype not in (x.dtype, torch.float32)):
         raise ValueError(f"the norm's {list(norm.weight.shape)} {norm.weight.dtype} does not fit {size} {x.dtype}")
-    if norm is not None and rounding.kind:
-        raise ValueError("the norm is computed before inputs are rounded")
     num_pairs, inner, pdl = experts.numel(), outs // 2, supports_pdl(x.device)
     out = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
     if out.numel():

@@ -91,16 +91,25 @@ def to_code(x, scale, zero, ROUND: tl.constexpr):
 
 
 @triton.jit
-def rounded(
-    x, row_ptr, most, high_ptr, low_ptr,
-    ROUND: tl.constexpr, STATIC: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
-    FULL: tl.constexpr,
+def scales_of_rows(
+    rows, most, high_ptr, low_ptr,
+    ROUND: tl.constexpr, STATIC: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """x float32 [k, TILE] as products see it. Without groups, a program reads whole rows for their scale.
+    """The scale and the zero of each of the whole rows [k, size], for `rounded`; 1 and 0 with groups."""
+    if ROUND == 3:
+        return asymmetric_scale(tl.max(rows, 1), tl.min(rows, 1), high_ptr, low_ptr, STATIC)
+    elif ROUND and not GROUP:  # noqa: RET505, only one branch is compiled
+        return symmetric_scale(tl.max(tl.abs(rows), 1), most, high_ptr, ROUND, STATIC, MOST), 0.0
+    else:
+        return 1.0, 0.0
 
-    row_ptr: pointers to the first input of each row, [k, 1]. GROUP: divides TILE; 0: a row has one scale, and FULL is a
-    power of 2 that is SIZE or more.
-    """
+
+@triton.jit
+def rounded(
+    x, scale, zero, most, high_ptr,
+    ROUND: tl.constexpr, STATIC: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """x float32 [k, TILE] as products see it. scale, zero: of `scales_of_rows`. GROUP: it divides TILE; 0: a row."""
     K: tl.constexpr = x.shape[0]
     TILE: tl.constexpr = x.shape[1]
     if ROUND == 0:
@@ -111,14 +120,8 @@ def rounded(
         scale = tl.broadcast_to(scale, parts.shape)
         return tl.reshape(to_code(parts, scale, 0.0, ROUND) * scale, [K, TILE])
     else:
-        cols = tl.arange(0, FULL)[None, :]
-        row = tl.load(row_ptr + cols, mask=cols < SIZE, other=0.0).to(tl.float32)
         if ROUND == 3:
-            scale, zero = asymmetric_scale(tl.max(row, 1), tl.min(row, 1), high_ptr, low_ptr, STATIC)
             zero = tl.broadcast_to(zero[:, None], x.shape)
-        else:
-            scale = symmetric_scale(tl.max(tl.abs(row), 1), most, high_ptr, ROUND, STATIC, MOST)
-            zero = 0.0
         scale = tl.broadcast_to(scale[:, None], x.shape)
         return to_code(x, scale, zero, ROUND) * scale
 

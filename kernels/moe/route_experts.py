@@ -39,10 +39,10 @@ def _sortable(scores):
 
 @triton.jit
 def _route_experts_kernel(
-    logits_ptr, bias_ptr, factors_ptr, experts_ptr, weights_ptr, stride, scale,
+    logits_ptr, bias_ptr, factors_ptr, places_ptr, experts_ptr, weights_ptr, stride, scale,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, K_TILE: tl.constexpr, GROUPS: tl.constexpr, GROUP_TILE: tl.constexpr,
     MEMBER_TILE: tl.constexpr, TOP_GROUPS: tl.constexpr, TWO: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr,
-    BY_LOGIT: tl.constexpr, RENORMALIZE: tl.constexpr, FACTORS: tl.constexpr, PDL: tl.constexpr,
+    BY_LOGIT: tl.constexpr, RENORMALIZE: tl.constexpr, FACTORS: tl.constexpr, PLACES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # program i: row i, its experts as [groups, experts of a group]
     if PDL:
@@ -88,22 +88,31 @@ def _route_experts_kernel(
     weights *= scale
     if FACTORS:
         weights *= tl.load(factors_ptr + experts).to(tl.float32)
+    if PLACES:
+        experts = tl.load(places_ptr + experts)
     tl.store(experts_ptr + row * TOP_K + k, experts, mask=k < TOP_K)
     tl.store(weights_ptr + row * TOP_K + k, weights, mask=k < TOP_K)
 
 
 def route_experts(
-    logits: Tensor, routing: Routing, bias: Tensor | None = None, factors: Tensor | None = None
+    logits: Tensor,
+    routing: Routing,
+    bias: Tensor | None = None,
+    factors: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """logits [rows, experts], bias [experts] added for the choice alone -> experts int32, weights fp32 [rows, top_k].
 
     factors [experts] multiply the weights at last. The best come first. Logits that are not numbers give experts that
-    exist. Raises ValueError for other shapes.
+    exist. places [experts] int32, or more: what is returned in place of each expert. Raises ValueError for other
+    shapes.
     """
     rows, num_experts = logits.shape
     of_experts = [one for one in (bias, factors) if one is not None]
     if num_experts != routing.num_experts or any(one.shape != (num_experts,) for one in of_experts):
         raise ValueError(f"logits {list(logits.shape)} do not fit {routing.num_experts} experts")
+    if places is not None and (places.dtype != torch.int32 or len(places) < num_experts):
+        raise ValueError(f"places {list(places.shape)} {places.dtype} are not int32 of {num_experts} experts")
     if logits.stride(1) != 1:
         raise ValueError(f"the logits of a row must be contiguous, got strides {logits.stride()}")
     experts = torch.empty((rows, routing.top_k), dtype=torch.int32, device=logits.device)
@@ -113,12 +122,13 @@ def route_experts(
         limited = routing.top_groups < routing.groups
         groups = routing.groups if limited else 1
         _route_experts_kernel[(rows,)](
-            logits, logits if bias is None else bias, logits if factors is None else factors, experts, weights,
-            logits.stride(0), routing.scale,
+            logits, logits if bias is None else bias, logits if factors is None else factors,
+            experts if places is None else places, experts, weights, logits.stride(0), routing.scale,
             EXPERTS=num_experts, TOP_K=routing.top_k, K_TILE=next_power_of_2(routing.top_k), GROUPS=groups,
             GROUP_TILE=next_power_of_2(groups), MEMBER_TILE=next_power_of_2(num_experts // groups),
             TOP_GROUPS=routing.top_groups if limited else 1, TWO=routing.sum_of_two, SIGMOID=routing.sigmoid,
             BIAS=bias is not None, BY_LOGIT=routing.sigmoid and bias is None and not limited,
-            RENORMALIZE=routing.renormalize, FACTORS=factors is not None, PDL=pdl, num_warps=1, **pdl_options(pdl),
+            RENORMALIZE=routing.renormalize, FACTORS=factors is not None, PLACES=places is not None, PDL=pdl,
+            num_warps=1, **pdl_options(pdl),
         )  # fmt: skip
     return experts, weights

@@ -57,36 +57,33 @@ def _programs_of(tile, steps, work):
 @gluon.jit
 def _load_weights(
     codes_desc, scales_desc, zeros_desc, codes, scales, zeros, ready, stage, step, out, outs,
-    BLOCKS: gl.constexpr, BYTES: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, ZEROS: gl.constexpr,
+    BYTES: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, ZEROS: gl.constexpr,
 ):  # fmt: skip
     mbarrier.expect(ready, BYTES)
-    for i in gl.static_range(BLOCKS):
-        block = step * BLOCKS + i
-        group = 0 if GROUP == 0 else block * 128 // GROUP
-        at = stage * BLOCKS + i
-        tma.async_copy_global_to_shared(codes_desc, [block * outs + out, 0], ready, codes.index(at))
-        if SCALES:
-            tma.async_copy_global_to_shared(scales_desc, [group, out], ready, scales.index(at))
-        if ZEROS:
-            tma.async_copy_global_to_shared(zeros_desc, [group, out], ready, zeros.index(at))
+    group = 0 if GROUP == 0 else step * 128 // GROUP
+    tma.async_copy_global_to_shared(codes_desc, [step * outs + out, 0], ready, codes.index(stage))
+    if SCALES:
+        tma.async_copy_global_to_shared(scales_desc, [group, out], ready, scales.index(stage))
+    if ZEROS:
+        tma.async_copy_global_to_shared(zeros_desc, [group, out], ready, zeros.index(stage))
 
 
 @gluon.jit
-def _load_x(x_desc, x, ready, stage, step, row, BLOCKS: gl.constexpr):
-    for i in gl.static_range(2 * BLOCKS):
-        half = step * 2 * BLOCKS + i
-        tma.async_copy_global_to_shared(x_desc, [row, half * 64], ready, x.index(stage * 2 * BLOCKS + i))
+def _load_x(x_desc, x, ready, stage, step, row):
+    for i in gl.static_range(2):
+        half = 2 * step + i
+        tma.async_copy_global_to_shared(x_desc, [row, half * 64], ready, x.index(2 * stage + i))
 
 
 @gluon.jit
 def _load_partition(
     x_desc, codes_desc, scales_desc, zeros_desc, x, codes, scales, zeros, full, empty, begin, end, steps, outs,
     row_tiles,
-    OUT_TILE: gl.constexpr, ROW_TILE: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    OUT_TILE: gl.constexpr, ROW_TILE: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     SCALES: gl.constexpr, ZEROS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The warp that starts all copies, in the order in which tiles are multiplied."""
-    BYTES: gl.constexpr = BLOCKS * (
+    BYTES: gl.constexpr = (
         2 * x_desc.block_type.nbytes + codes_desc.block_type.nbytes
         + (scales_desc.block_type.nbytes if SCALES else 0) + (zeros_desc.block_type.nbytes if ZEROS else 0)
     )  # fmt: skip
@@ -100,7 +97,7 @@ def _load_partition(
     for i in range(gl.minimum(count, STAGES)):  # weights, which no kernel writes
         _load_weights(
             codes_desc, scales_desc, zeros_desc, codes, scales, zeros, full.index(i), i, step, out, outs,
-            BLOCKS, BYTES, GROUP, SCALES, ZEROS,
+            BYTES, GROUP, SCALES, ZEROS,
         )  # fmt: skip
         step += 1
         if step == behind:
@@ -121,9 +118,9 @@ def _load_partition(
             mbarrier.wait(empty.index(stage), phase)
             _load_weights(
                 codes_desc, scales_desc, zeros_desc, codes, scales, zeros, full.index(stage), stage, step, out, outs,
-                BLOCKS, BYTES, GROUP, SCALES, ZEROS,
+                BYTES, GROUP, SCALES, ZEROS,
             )  # fmt: skip
-        _load_x(x_desc, x, full.index(stage), stage, step, row, BLOCKS)
+        _load_x(x_desc, x, full.index(stage), stage, step, row)
         step += 1
         if step == behind:
             tile -= 1
@@ -225,7 +222,7 @@ def _add_parts(
 def _multiply_partition(
     PART: gl.constexpr, x, codes, scales, zeros, full, empty, row_scales_ptr, bias_ptr, out_ptr, parts_ptr, arrived_ptr,
     begin, end, work, steps, rows, outs, row_tiles,
-    OUT_TILE: gl.constexpr, ROW_TILE: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    OUT_TILE: gl.constexpr, ROW_TILE: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     SCALES: gl.constexpr, E8M0: gl.constexpr, EXACT: gl.constexpr, ZEROS: gl.constexpr, WHOLE: gl.constexpr,
     ROW_SCALES: gl.constexpr, ASM: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -250,20 +247,16 @@ def _multiply_partition(
         total_1 = gl.zeros([64, ROW_TILE], gl.float32, C)
         for _ in range(count):
             mbarrier.wait(full.index(stage), phase)
-            running_0 = total_0
-            running_1 = total_1
-            for block in gl.static_range(BLOCKS):
-                at = stage * BLOCKS + block
-                low, high = left_operands(
-                    codes.index(at), scales.index(at), zeros.index(at), START, C, OUT_TILE, GROUP, SCALES, E8M0, EXACT,
-                    ZEROS, WHOLE, DTYPE, ASM,
-                )  # fmt: skip
-                running_0 = _product(low, high, x, at, running_0)
-                low, high = left_operands(
-                    codes.index(at), scales.index(at), zeros.index(at), START + 64, C, OUT_TILE, GROUP, SCALES, E8M0,
-                    EXACT, ZEROS, WHOLE, DTYPE, ASM,
-                )  # fmt: skip
-                running_1 = _product(low, high, x, at, running_1)
+            low, high = left_operands(
+                codes.index(stage), scales.index(stage), zeros.index(stage), START, C, OUT_TILE, GROUP, SCALES, E8M0,
+                EXACT, ZEROS, WHOLE, DTYPE, ASM,
+            )  # fmt: skip
+            running_0 = _product(low, high, x, stage, total_0)
+            low, high = left_operands(
+                codes.index(stage), scales.index(stage), zeros.index(stage), START + 64, C, OUT_TILE, GROUP, SCALES,
+                E8M0, EXACT, ZEROS, WHOLE, DTYPE, ASM,
+            )  # fmt: skip
+            running_1 = _product(low, high, x, stage, total_1)
             total_0, total_1 = warpgroup_mma_wait(0, [running_0, running_1])
             mbarrier.arrive(empty.index(stage))
             stage += 1
@@ -300,7 +293,7 @@ def _multiply_partition(
 def _linear_blocks_wgmma_kernel(
     x_desc, codes_desc, scales_desc, zeros_desc, row_scales_ptr, bias_ptr, out_ptr, parts_ptr, arrived_ptr, rows, outs,
     steps,
-    OUT_TILE: gl.constexpr, ROW_TILE: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    OUT_TILE: gl.constexpr, ROW_TILE: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     PER: gl.constexpr, SCALES: gl.constexpr, E8M0: gl.constexpr, EXACT: gl.constexpr, ZEROS: gl.constexpr,
     WHOLE: gl.constexpr, ROW_SCALES: gl.constexpr, ASM: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -314,19 +307,19 @@ def _linear_blocks_wgmma_kernel(
     end = (program + 1) * work // programs
 
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    x = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES * BLOCKS, ROW_TILE, 64], x_desc.layout)
-    code_tiles = gl.allocate_shared_memory(gl.uint8, [STAGES * BLOCKS, OUT_TILE, 64], codes_desc.layout)
-    codes = code_tiles._reinterpret(gl.uint16, [STAGES * BLOCKS, OUT_TILE, 32], gl.NVMMASharedLayout(64, 16))
+    x = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, ROW_TILE, 64], x_desc.layout)
+    code_tiles = gl.allocate_shared_memory(gl.uint8, [STAGES, OUT_TILE, 64], codes_desc.layout)
+    codes = code_tiles._reinterpret(gl.uint16, [STAGES, OUT_TILE, 32], gl.NVMMASharedLayout(64, 16))
     scale_tiles = code_tiles
     scales = code_tiles
     if SCALES:
-        scale_tiles = gl.allocate_shared_memory(scales_desc.dtype, [STAGES * BLOCKS, PER, OUT_TILE], scales_desc.layout)
-        scales = scale_tiles._reinterpret(scales_desc.dtype, [STAGES * BLOCKS, PER * OUT_TILE], FLAT)
+        scale_tiles = gl.allocate_shared_memory(scales_desc.dtype, [STAGES, PER, OUT_TILE], scales_desc.layout)
+        scales = scale_tiles._reinterpret(scales_desc.dtype, [STAGES, PER * OUT_TILE], FLAT)
     zero_tiles = code_tiles
     zeros = code_tiles
     if ZEROS:
-        zero_tiles = gl.allocate_shared_memory(zeros_desc.dtype, [STAGES * BLOCKS, PER, OUT_TILE], zeros_desc.layout)
-        zeros = zero_tiles._reinterpret(zeros_desc.dtype, [STAGES * BLOCKS, PER * OUT_TILE], FLAT)
+        zero_tiles = gl.allocate_shared_memory(zeros_desc.dtype, [STAGES, PER, OUT_TILE], zeros_desc.layout)
+        zeros = zero_tiles._reinterpret(zeros_desc.dtype, [STAGES, PER * OUT_TILE], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -337,17 +330,17 @@ def _linear_blocks_wgmma_kernel(
         [
             (_multiply_partition, (
                 0, x, codes, scales, zeros, full, empty, row_scales_ptr, bias_ptr, out_ptr, parts_ptr, arrived_ptr,
-                begin, end, work, steps, rows, outs, row_tiles, OUT_TILE, ROW_TILE, BLOCKS, STAGES, GROUP, SCALES, E8M0,
+                begin, end, work, steps, rows, outs, row_tiles, OUT_TILE, ROW_TILE, STAGES, GROUP, SCALES, E8M0,
                 EXACT, ZEROS, WHOLE, ROW_SCALES, ASM, BIAS, PDL,
             )),
             (_multiply_partition, (
                 1, x, codes, scales, zeros, full, empty, row_scales_ptr, bias_ptr, out_ptr, parts_ptr, arrived_ptr,
-                begin, end, work, steps, rows, outs, row_tiles, OUT_TILE, ROW_TILE, BLOCKS, STAGES, GROUP, SCALES, E8M0,
+                begin, end, work, steps, rows, outs, row_tiles, OUT_TILE, ROW_TILE, STAGES, GROUP, SCALES, E8M0,
                 EXACT, ZEROS, WHOLE, ROW_SCALES, ASM, BIAS, PDL,
             )),
             (_load_partition, (
                 x_desc, codes_desc, scales_desc, zeros_desc, x, code_tiles, scale_tiles, zero_tiles, full, empty, begin,
-                end, steps, outs, row_tiles, OUT_TILE, ROW_TILE, BLOCKS, STAGES, GROUP, SCALES, ZEROS, PDL,
+                end, steps, outs, row_tiles, OUT_TILE, ROW_TILE, STAGES, GROUP, SCALES, ZEROS, PDL,
             )),
         ],
         [4, 1],
@@ -369,8 +362,8 @@ def linear_blocks_wgmma(
 ) -> Tensor:
     """x [rows, in], bias [out] -> [rows, out], accumulated in float32.
 
-    tiling: `out_tile` is OUT_TILE, `in_tile` a multiple of BLOCK and `warps` WARPS; it has at least 16 rows. The steps
-    of all tiles are divided among `programs` at most, which must run at the same time. Raises ValueError for other
+    tiling: `out_tile` is OUT_TILE, `in_tile` BLOCK and `warps` WARPS; it has at least 16 rows. The steps of all tiles,
+    a block each, are divided among `programs` at most, which must run at the same time. Raises ValueError for other
     shapes, dtypes and layouts, and if the workspace is too small.
     """
     (rows, size), outs, group = x.shape, weights.outputs, weights.group
@@ -378,13 +371,12 @@ def linear_blocks_wgmma(
         raise ValueError(f"rows {list(x.shape)} do not fit a weight [{outs}, {weights.inputs}]")
     if not fits(x) or not can_multiply(weights, x.dtype) or (bias is not None and bias.dtype != x.dtype):
         raise ValueError(f"rows must be aligned, of 16 bits and of the bias' dtype, got {x.dtype} {x.stride()}")
-    if (tiling.out_tile, tiling.in_tile % BLOCK, tiling.warps) != (OUT_TILE, 0, WARPS):
-        raise ValueError(f"a tile must have {OUT_TILE} outputs, whole blocks and {WARPS} warps, got {tiling}")
+    if (tiling.out_tile, tiling.in_tile, tiling.warps) != (OUT_TILE, BLOCK, WARPS):
+        raise ValueError(f"a tile must have {OUT_TILE} outputs, {BLOCK} inputs and {WARPS} warps, got {tiling}")
     out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    blocks = tiling.in_tile // BLOCK
-    steps = ceil_div(len(weights.codes), blocks)
+    steps = len(weights.codes)  # blocks
     tiles = ceil_div(outs, OUT_TILE) * ceil_div(rows, tiling.row_tile)
     # each has a step, for which others may wait; a warp group waits for as many as it has threads, at most
     programs = min(programs, tiles * min(steps, 64))
@@ -403,7 +395,7 @@ def linear_blocks_wgmma(
         codes_desc if scales is None else _groups_desc(scales, groups),
         codes_desc if zeros is None else _groups_desc(zeros, groups),
         codes if row_scales is None else row_scales, codes if bias is None else bias, out, workspace.parts,
-        workspace.arrived, rows, outs, steps, OUT_TILE=OUT_TILE, ROW_TILE=tiling.row_tile, BLOCKS=blocks,
+        workspace.arrived, rows, outs, steps, OUT_TILE=OUT_TILE, ROW_TILE=tiling.row_tile,
         STAGES=tiling.stages, GROUP=group, PER=groups, SCALES=scales is not None, E8M0=weights.is_e8m0,
         EXACT=is_exact, ZEROS=zeros is not None, WHOLE=zeros is not None and not zeros.is_floating_point(),
         ROW_SCALES=row_scales is not None, ASM=unpack_assembly(weights.kind, x.dtype, zeros is None, weights.table),

@@ -116,8 +116,9 @@ def find_folder(path: str, lora_dir: str, field: str = "lora_path") -> Path:
         base = Path(lora_dir).expanduser().resolve()
         folder = (base / Path(path).expanduser()).resolve()
         is_folder = folder.is_relative_to(base) and folder != base and folder.is_dir()
-    except (OSError, RuntimeError, ValueError) as e:
-        raise RequestError(f"{field} {path!r} cannot be read: {e}", field) from e
+    except (OSError, RuntimeError, ValueError) as e:  # whose text may have the path on the server
+        cause = e.strerror if isinstance(e, OSError) else type(e).__name__
+        raise RequestError(f"{field} {path!r} cannot be read: {cause}", field) from e
     if not is_folder:  # one message: a client does not learn which folders there are elsewhere
         raise RequestError(f"{field} {path!r} is no folder below --lora-dir", field)
     return folder

@@ -19,12 +19,14 @@ from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
 from blockyard.services.gpu_worker.mock import runner as mock_runner
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.ranks import network
+from blockyard.services.gpu_worker.ranks.distant_replicas import DistantReplicas, meet_distant
 from blockyard.services.gpu_worker.ranks.leader_team import ENVIRONMENT, LeaderTeam
-from blockyard.services.gpu_worker.ranks.ray_group.ray_ranks import RayRanks, wait_for_ray
-from blockyard.services.gpu_worker.ranks.replica_meeting import meet
+from blockyard.services.gpu_worker.ranks.ray_group.ray_ranks import RayRanks, place_ranks, wait_for_ray
+from blockyard.services.gpu_worker.ranks.replica_meeting import NAME, meet
 from blockyard.services.gpu_worker.ranks.replica_team import ReplicaTeam
 from blockyard.services.gpu_worker.ranks.several_hosts import RankHost, wait_for_hosts
 from blockyard.services.gpu_worker.service import Worker
+from blockyard.services.gpu_worker.startup.start_report import process_age_s
 from blockyard.shared.bus.links import Links
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import BlockyardError, ConfigError, DeviceError, RankLostError
@@ -45,6 +47,7 @@ BROKEN_SENT_S = 1.0
 STOPPED_S = 0.3  # in which this process is asked to end, too, if another replica was
 GPU = Path("/dev/nvidiactl")  # exists if the machine has a GPU
 
+Replicas = ReplicaTeam | DistantReplicas
 Start = Callable[[WorkerConfig, Report, CompileProcesses | None], OffloadableRunner]
 
 
@@ -78,10 +81,8 @@ def serve(config: WorkerConfig) -> None:
         def report(phase: str, progress: float, notes: list[str]) -> None:
             links.update(phase=phase, progress=progress, notes=list(notes))
 
-        if team is not None:
-            wait_for_ranks(config, team, links, stopped.is_set, ending)
+        replicas = wait_for_others(config, team, links, stopped, ending)
         try:
-            replicas = meet_replicas(config, team, links, stopped)
             start, held_bytes = load_engine(config, team, replicas)
             runner = SleepingRunner(lambda: start(config, report, processes), lambda: held_bytes(config), freeze)
             transfers = make_transfers(config, links, runner, team)
@@ -111,27 +112,38 @@ def fail_start(team: LeaderTeam | None, error: BlockyardError) -> None:
         team.fail(error)
 
 
-def wait_for_ranks(
-    config: WorkerConfig, team: LeaderTeam, links: Links[WorkerIn], is_stopped: Callable[[], bool], ending: ExitStack
-) -> None:
-    """Waits until the ranks that this process does not start have joined. ending: of this process."""
+def wait_for_others(
+    config: WorkerConfig,
+    team: LeaderTeam | None,
+    links: Links[WorkerIn],
+    stopped: threading.Event,
+    ending: ExitStack,
+) -> Replicas | None:
+    """Waits for the workers that have the experts of the model together with this one, and for the ranks of this one
+    that its process does not start. Returns the former; None: this one has all experts. ending: of this process."""
+    by_ray = None
+    if config.ray is not None:
+        links.update(phase="waiting for room for ranks that Ray starts")
+        by_ray = place_ranks(config, config.ray, ending)
+    replicas = meet_replicas(config, by_ray, links, stopped)
+    if team is None:
+        return replicas
+    if replicas is not None:
+        team.replica_folder, team.replica_store = str(replicas.folder), replicas.store
     if config.num_nodes > 1:
         links.update(phase="waiting for ranks of other hosts")
-        wait_for_hosts(config, team, lambda address: links.update(ranks=address), is_stopped)
-    elif config.ray is not None:
+        wait_for_hosts(config, team, lambda address: links.update(ranks=address), stopped.is_set)
+    elif by_ray is not None:
         links.update(phase="waiting for ranks that Ray starts")
-        ranks = RayRanks(config, config.ray)
-        ending.callback(ranks.close)
-        wait_for_ray(config, ranks, team, is_stopped)
+        is_one_host = len(set(by_ray.addresses)) == 1 and (replicas is None or not replicas.store)
+        wait_for_ray(config, by_ray, team, stopped.is_set, is_one_host=is_one_host)
+    return replicas
 
 
 def meet_replicas(
-    config: WorkerConfig, team: LeaderTeam | None, links: Links[WorkerIn], stopped: threading.Event
-) -> ReplicaTeam | None:
-    """Waits for the workers that have the experts of the model together with this one. None: this one has all.
-
-    Raises LoadError if they do not come.
-    """
+    config: WorkerConfig, by_ray: RayRanks | None, links: Links[WorkerIn], stopped: threading.Event
+) -> Replicas | None:
+    """See `wait_for_others`. by_ray: ranks of this worker; None: Ray starts none. Raises LoadError."""
     if config.expert_replicas == 1:
         return None
     links.update(phase="waiting for other replicas")
@@ -145,11 +157,16 @@ def meet_replicas(
             end_with(config, error)
 
     replica = Shard(config.replica, config.expert_replicas)
-    met = meet(Path(sys.argv[1]).absolute().parent, replica, config.rank_timeout_s, turn)
+    if config.replicas_apart:
+        folder = Path(sys.argv[1]).absolute().parent
+        distant = meet_distant(config, folder, lambda address: links.update(ranks=address), turn, end)
+        links.watch(*distant.sources)
+        return distant
+    hosts = () if by_ray is None else by_ray.addresses
+    name = f"{NAME}{config.replica_group}"
+    met = meet(Path(sys.argv[1]).absolute().parent, replica, config.rank_timeout_s, turn, hosts, name)
     replicas = ReplicaTeam(replica, met, end)
     links.watch(*replicas.sources)
-    if team is not None:
-        team.replica_folder = str(replicas.folder)
     return replicas
 
 
@@ -158,7 +175,10 @@ def start_ranks(config: WorkerConfig, gpu: Path = GPU) -> LeaderTeam | None:
 
     Raises ConfigError if there are fewer GPUs.
     """
-    if config.num_ranks == 1 or config.worker_cls == "mock":
+    if config.worker_cls == "mock" or (config.num_ranks == 1 and config.expert_replicas == 1):
+        return None
+    if config.num_ranks == 1:
+        os.environ.update(environment_of_all(config))
         return None
 
     def end(error: BlockyardError) -> None:
@@ -192,7 +212,11 @@ def end_with(config: WorkerConfig, error: BlockyardError) -> None:
 
 def environment_of_all(config: WorkerConfig) -> dict[str, str]:
     """Returns variables of all ranks of this host. Raises ConfigError for an interface that is not there."""
-    on_gpus = config.device != "cpu" and config.num_nodes > 1 and config.process.bus.bind.startswith("tcp://")
+    on_gpus = (
+        config.device != "cpu"
+        and (config.num_nodes > 1 or config.replicas_apart)
+        and config.process.bus.bind.startswith("tcp://")
+    )
     return ENVIRONMENT | (network.environment(config.process.bus) if on_gpus else {})
 
 
@@ -208,7 +232,7 @@ def environments_of_ranks(config: WorkerConfig, gpu: Path = GPU) -> dict[int, di
 
 
 def load_engine(
-    config: WorkerConfig, team: LeaderTeam | None = None, replicas: ReplicaTeam | None = None
+    config: WorkerConfig, team: LeaderTeam | None = None, replicas: Replicas | None = None
 ) -> tuple[Start, Callable[[WorkerConfig], int]]:
     """Returns two functions: one makes the runner, one counts the bytes of device memory that this process holds."""
     if config.worker_cls == "mock":
@@ -216,10 +240,16 @@ def load_engine(
         return partial(mock_runner.start, make_memory=make_memory), mock_runner.held_bytes
     has_adapters = config.lora is not None or config.prompts is not None
     reader = start_child(ADAPTER_READER) if has_adapters else None  # it imports torch meanwhile, too
-    # imports torch, which takes seconds and which a mock worker does not need
-    from blockyard.services.gpu_worker import engine  # noqa: PLC0415
+    with settings.loading_modules():
+        # imports torch, which takes seconds and which a mock worker does not need
+        from blockyard.services.gpu_worker import engine  # noqa: PLC0415
 
-    start = partial(engine.start, team=team, make_reader=engine.readers(reader), replicas=replicas)
+    make_reader, before_s = engine.readers(reader), [process_age_s()]
+
+    def start(config: WorkerConfig, report: Report, processes: CompileProcesses | None) -> OffloadableRunner:
+        first_s = before_s.pop() if before_s else 0.0  # later starts are after deep sleep
+        return engine.start(config, report, processes, team, make_reader, replicas, first_s)
+
     return start, engine.held_bytes
 
 
@@ -228,7 +258,7 @@ def start_compilers(config: WorkerConfig, gpu: Path = GPU) -> CompileProcesses |
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
     if config.worker_cls == "mock" or config.device == "cpu" or not gpu.exists() or not is_new(folder):
         return None
-    processes = CompileProcesses(num_processes(usable_cores()))
+    processes = CompileProcesses(num_processes(usable_cores(), config.replicas * len(config.host_ranks)))
     processes.start()
     return processes
 

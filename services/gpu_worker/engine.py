@@ -1,6 +1,6 @@
 """Builds a ready runner from the settings: device, weights, memory. Imports torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +59,7 @@ from blockyard.services.gpu_worker.prompt_adapters.adapter_hosts import (
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.startup.backend import Backend, pick_backend
 from blockyard.services.gpu_worker.startup.geometry import card_of, eos_ids_of, geometry_of, need_of
-from blockyard.services.gpu_worker.startup.model_tables import declare, make_table, with_headers
+from blockyard.services.gpu_worker.startup.model_tables import declare, make_table, replica_of, with_headers
 from blockyard.services.gpu_worker.startup.rank_connection import connect_ranks, connect_replicas, free_of_all
 from blockyard.services.gpu_worker.startup.stage_choice import choose_stage, describe_stage, make_stage_model
 from blockyard.services.gpu_worker.startup.start_report import StartReport, Throttle
@@ -69,9 +69,10 @@ from blockyard.services.kv_transfer.host.host_store import BlockStore
 from blockyard.shared.config.pooling.output_kinds import OutputKind, first_kind, sees_both_sides
 from blockyard.shared.config.services.lora import LoraConfig
 from blockyard.shared.config.services.worker import WorkerConfig
+from blockyard.shared.context_length import too_long
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import Geometry
-from blockyard.shared.quantization import KEY
+from blockyard.shared.quantization.reading import KEY
 
 DTYPES = {
     "half": torch.float16,
@@ -104,16 +105,19 @@ def start(
     team: RankTeam | None = None,
     make_reader: MakeReader | None = None,
     replicas: StepAgreement | None = None,
+    before_s: float = 0.0,
 ) -> Runner | EncoderRunner:
     """Loads the model and returns its runner. Raises ConfigError or LoadError with a message of one line.
 
     processes: compile processes that are already started, if any. team: of this leader; None: there is one rank.
     make_reader: of adapters; None: one that starts a process. replicas: that have the experts together with this one;
-    None: this one has all.
+    None: this one has all. before_s: that this process took until now, for the report.
     """
-    backend, report = pick_backend(config.device), StartReport(report_start)
+    report = StartReport(report_start, before_s)
+    backend = pick_backend(config.device)
     config = of_host(config)
-    report.note(backend.set_up(config.threads or default_threads(config.replicas), processes))
+    threads = config.threads or default_threads(config.replicas)
+    report.note(backend.set_up(threads, processes, sharers=config.replicas))
     report.phase("reading the configuration")
     settings = read_settings(config, report)
     dtype = pick_dtype(config.dtype, settings.get("dtype") or settings.get("torch_dtype"), backend)
@@ -133,11 +137,18 @@ def start(
     return make_runner(loaded, settings, backend, report, team, replicas, generates=generates)
 
 
+def open_device(config: WorkerConfig) -> None:
+    """Imports what the device of a follower needs and opens it, while the leader checks its settings. Raises
+    ConfigError."""
+    pick_backend(config.device).free_bytes(config)
+
+
 def follow(config: WorkerConfig, team: RankTeam, replicas: ReplicaPeers | None = None) -> Follower | EncoderFollower:
     """Loads the share of a rank that is not the leader. Raises ConfigError or LoadError."""
     backend, report = pick_backend(config.device), StartReport(lambda phase, done, notes: None)
     config = msgspec.structs.replace(of_host(config), prompts=None)  # the leader sends the vectors of each step
-    backend.set_up(config.threads or default_threads(config.replicas), None)
+    threads = config.threads or default_threads(config.replicas)
+    backend.set_up(threads, None, sharers=config.replicas, follows=True)
     settings = read_settings(config, report)
     dtype = pick_dtype(config.dtype, settings.get("dtype") or settings.get("torch_dtype"), backend)
     family = find_family(settings, config.model_impl)
@@ -188,12 +199,12 @@ def load(
     folder, shard = Path(config.model_path), WHOLE if team is None else team.place.shard
     kv_dtype = kv_scales.pick_kv_dtype(config.kv_cache_dtype, dtype, backend.has_8_bit_kv)
     whole, stage = declare(build, settings, dtype, config, shard), None
-    exchange, config = connect_replicas(config, replicas, shard, backend, report)
+    exchange, config = connect_replicas(config, replicas, team, backend, report)
     if team is not None:
         stage = choose_stage(whole, team, config, free_of_all(config, backend, exchange), kv_dtype)
     with naming_leader(team):
         share = check(build, settings, whole, config, backend, stage)
-    ranks, config = connect_ranks(config, team, backend, report)
+    ranks, config = connect_ranks(config, team, backend, report, replicas, exchange)
     groups = [*([] if ranks is None else [ranks.everyone]), *([] if exchange is None else [exchange.group])]
     table = make_table(config, dtype, backend, share, shard, ranks, exchange)
     if stage is not None:
@@ -209,18 +220,16 @@ def load(
     # before inference mode, in which classes of transformers cannot be traced
     undivided = None if team is None or config.lora is None else declare(build, settings, dtype, config, WHOLE)
     progress = Throttle(lambda done: report.phase("loading weights", done))
-    slot = loading_slot(None if team is None else team.folder.parent, config.max_parallel_loading)
     with torch.inference_mode(), page_cache.read_ahead(config, 0 if team is None else team.place.rank):
-        with slot:  # ranks wait for each other behind it
+        with loading_slot(None if team is None else team.folder.parent, config.max_parallel_loading):
             loaded = checkpoint.load(
                 model.table, folder, config.load_format, config.ignore_patterns, config.seed, progress
             )
         report.note(str(loaded), *model.table.describe_unused())
-        agree_on_numbers(model.experts(), table.ranks, None if exchange is None else exchange.group)
         kv_block_bytes = block_bytes(model.shape, config.block_size, kv_dtype)
-        config = backend.fit_num_seqs(config, kv_block_bytes)
-        for group in groups:
-            config = msgspec.structs.replace(config, max_num_seqs=group.least(config.max_num_seqs))
+        with report.waiting():  # outside of the slot, which others need to come here
+            agree_on_numbers(model.experts(), table.ranks, None if exchange is None else exchange.group)
+            config = with_fewest_seqs(backend.fit_num_seqs(config, kv_block_bytes), groups)
         longest = add_long_rotations(model, config.lora, max_model_len)
         prepare(model, config, longest, backend, report)
         if table.ranks is not None:
@@ -234,11 +243,14 @@ def load(
         else:  # no step samples
             backend.end_compiling()
             config = msgspec.structs.replace(config, run_ahead_penalties=False)
+        wait_for_kernels(groups, report)
         report.phase("planning memory")
         host_plan = plan_host(need, free_host_bytes() // config.replicas, config.swap_space_gib)
-        moving_bytes = backend.moving_bytes(host_plan, config.kv_transfer)
         with alone(ranks, exchange), naming_leader(team):
-            plan = backend.plan_memory(model, need, kv_dtype, config, moving_bytes, generates=generates)
+            plan = backend.plan_memory(
+                *(model, need, kv_dtype, config, backend.moving_bytes(host_plan, config.kv_transfer)),
+                generates=generates,
+            )
         report.note(*plan.notes, *host_plan.notes)
         for group in groups:
             plan, host_plan = (with_least(one, group, report) for one in (plan, host_plan))
@@ -248,7 +260,7 @@ def load(
         report.note(*kv_scales.set_pool_scales(pool, scales, config, of_stages, largest_of(table.ranks)))
         store = backend.make_store(host_plan, pool)
     geometry = geometry_of(model, eos_ids, config, need, plan.num_blocks, host_plan.num_blocks)
-    experts = movable_experts(config, model, ranks)
+    experts = movable_experts(config, model, ranks, exchange)
     return LoadedModel(model, pool, store, geometry, config, ranks, adapters, reader, experts)
 
 
@@ -260,9 +272,24 @@ def alone(ranks: RankGroups | None, exchange: ExpertExchange | None) -> Iterator
         yield
 
 
+def wait_for_kernels(groups: Sequence[RankGroup], report: StartReport) -> None:
+    """Waits until other ranks have compiled theirs, which this one may launch, too."""
+    with report.waiting():
+        for group in groups:
+            group.least(0)
+
+
+def with_fewest_seqs(config: WorkerConfig, groups: Sequence[RankGroup]) -> WorkerConfig:
+    """Returns settings with the number of sequences that all ranks of the groups have room for."""
+    for group in groups:
+        config = msgspec.structs.replace(config, max_num_seqs=group.least(config.max_num_seqs))
+    return config
+
+
 def with_least(plan: MemoryPlan, ranks: RankGroup, report: StartReport) -> MemoryPlan:
     """Returns a plan with the number of blocks that all ranks have room for."""
-    least = ranks.least(plan.num_blocks)
+    with report.waiting():
+        least = ranks.least(plan.num_blocks)
     if least < plan.num_blocks:
         report.note(f"KV blocks: {least}, because another rank has room for no more")
     return MemoryPlan(least, plan.notes)
@@ -296,8 +323,8 @@ def make_runner(
         lora = None if loaded.adapters is None else LeaderAdapters(loaded.adapters, send, team)
         model, loaded.pool.mirror = LeaderModel(model, loaded.ranks, send), LeaderPool(send)
         store = None if store is None else LeaderStore(store, send)
-        if loaded.experts is not None and config.expert_balance is not None:
-            balancer = ExpertBalancer(loaded.experts, config.tensor_parallel_size, config.expert_balance, send)
+    if loaded.experts is not None and config.expert_balance is not None:
+        balancer = ExpertBalancer(loaded.experts, config.expert_balance, send, replica_of(config))
 
     def start_steps(again: Runner) -> None:
         if pools is None:
@@ -436,8 +463,5 @@ def pick_dtype(name: str, configured: object, backend: Backend) -> torch.dtype:
 
 def pick_length(asked: int | None, made_for: int) -> int:
     if asked is not None and asked > made_for:
-        raise ConfigError(
-            f"--max-model-len {asked} is more than the {made_for} tokens config.json allows; "
-            "--hf-overrides or --rope-scaling can extend that"
-        )
+        raise ConfigError(too_long("--max-model-len", asked, made_for))
     return asked or made_for

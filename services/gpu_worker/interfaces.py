@@ -88,6 +88,7 @@ class LoadedAdapter:
     has_tokenizer: bool = False  # prompts of its requests are encoded with the tokenizer in its folder
     added_tokens: list[AddedToken] = field(default_factory=list)  # of that tokenizer
     job: int = 0  # of the load, on a worker with several ranks
+    status: int = 400  # HTTP status of the error
 
 
 class AdapterHost(Protocol):

@@ -71,7 +71,7 @@ class Runner:
         """
         self._depends, self._has_chores = depends, True
         if self._agreement is not None and (exchange := self.model.table.exchange) is not None:
-            steps = self._replica_steps = ReplicaSteps(steps, exchange, self._agreement, self.send)
+            steps = self._replica_steps = ReplicaSteps(steps, exchange, self._agreement, self.send, self._balancer)
         self.geometry = msgspec.structs.replace(self.geometry, step_s=step_s)
         self._loop = DeviceLoop(steps, self.batch, self.geometry, self._logprobs_mode, self.model.table.link)
         self.reset(0)
@@ -118,7 +118,7 @@ class Runner:
         """Keeps steps that served no request out of the loads of experts."""
         if self.model.table.expert_loads is not None:
             self.model.table.expert_loads.clear()
-        if self._balancer is not None:
+        if self._balancer is not None and self._replica_steps is None:  # replicas count steps together
             self._balancer.restart()
 
     def reset(self, num_slots: int) -> None:
@@ -162,9 +162,11 @@ class Runner:
         """Applies a plan and starts its step. A slot that cannot run or sample fails without the others."""
         while self._depends is not None and self._depends(plan):
             self._done.append(self.loop.wait())
-        if self._balancer is not None and self._balancer.is_due():
-            self._wait_for_steps()
-            self._balancer.balance()
+        if self._balancer is not None:
+            if self._balancer.is_due:
+                self._wait_for_steps()
+            if self._replica_steps is None:
+                self._balancer.begin_step()
         self.sample_rows()
         if plan.adapters and self.adapters is not None:
             self.adapters.place(plan.adapters)

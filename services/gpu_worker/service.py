@@ -137,10 +137,9 @@ class Worker:
     def _answer(self, done: CompletedPlan) -> None:
         plan = done.plan
         if self.session.expects_result(plan):
-            me, failed = self._links.me.incarnation, done.failed_fetches
             slots, token_ids, logprobs = packed(done)
-            times = (done.stamp_s, done.step_s, failed, token_ids, done.launch_s)
-            answer = StepResult(me, plan.number, slots, *times, logprobs, done.packed)
+            times = (done.stamp_s, done.step_s, done.failed_fetches, token_ids, done.launch_s)
+            answer = StepResult(plan.number, slots, *times, logprobs, done.packed)
             self._links.answer(plan.scheduler, answer)
             if plan.sends and self._transfers is not None:
                 self._transfers.on_plan_done(plan)

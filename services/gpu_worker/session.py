@@ -65,7 +65,7 @@ class SchedulerSession:
             case Joined() if (
                 peer == self._scheduler and self._next == 0
             ):  # it only lost its link, and waits for results
-                self._links.answer(peer, OutOfStep(self._links.me.incarnation, 1))
+                self._links.answer(peer, OutOfStep(1))
             case Gone() if self._transfers is not None:
                 self._transfers.on_gone(peer)
 
@@ -90,9 +90,7 @@ class SchedulerSession:
             return False
         for done in adapters.poll(is_idle=is_idle):
             if self._scheduler is not None and self._next > 0:
-                me = self._links.me.incarnation
                 loaded = AdapterLoaded(
-                    me,
                     done.adapter,
                     done.digest,
                     done.size_bytes,
@@ -103,6 +101,7 @@ class SchedulerSession:
                     done.num_added_tokens,
                     done.has_tokenizer,
                     done.added_tokens,
+                    done.status,
                 )
                 self._links.answer(self._scheduler, loaded)
         return adapters.is_loading
@@ -110,11 +109,11 @@ class SchedulerSession:
     def report_broken(self, detail: str) -> None:
         """Tells the scheduler that the device failed and no results will follow."""
         if self._scheduler is not None and self._next > 0:
-            self._links.answer(self._scheduler, Broken(self._links.me.incarnation, detail))
+            self._links.answer(self._scheduler, Broken(detail))
 
     def _attach(self, peer: int, attach: Attach) -> None:
         if self._scheduler not in (None, attach.scheduler):  # its plans are dropped, so it must not wait for results
-            self._links.answer(self._scheduler, Fenced(self._scheduler))
+            self._links.answer(self._scheduler, Fenced())
         self.plans.clear()
         self._runner.reset(attach.num_slots)
         if attach.forget:
@@ -124,45 +123,44 @@ class SchedulerSession:
             self._drops.clear()
         self._scheduler, self._next = attach.scheduler, 1
         block_ids, names = self._runner.block_hashes.blocks_and_hashes()
-        me, geometry, still_open = self._links.me.incarnation, self._runner.geometry, dict[int, list[int]]()
+        geometry, still_open = self._runner.geometry, dict[int, list[int]]()
         host = self._runner.block_hashes.host_blocks_and_hashes()
         if self._transfers is not None:
             self._transfers.open()
             geometry, still_open = self._transfers.describe(geometry), self._transfers.open_transfers()
         transfers = list(still_open), list(still_open.values())
-        attached = Attached(me, attach.scheduler, geometry, block_ids, names, *host, *transfers, attach.number)
+        attached = Attached(attach.scheduler, geometry, block_ids, names, *host, *transfers, attach.number)
         self._links.answer(peer, attached)
         log.info("attached to scheduler %x with %d slots", attach.scheduler, attach.num_slots)
 
     def _sleep(self, peer: int, frame: Sleep) -> None:
         """Sleeps until the next Attach. Refuses all schedulers but the attached one."""
         if frame.scheduler != self._scheduler:
-            self._links.answer(peer, Fenced(frame.scheduler))
+            self._links.answer(peer, Fenced())
             return
         self.plans.clear()
         self._next = 0
         if self._transfers is not None:
             self._transfers.close()
         freed = self._runner.sleep(frame.level)
-        self._links.answer(peer, Slept(self._links.me.incarnation, frame.level, freed))
+        self._links.answer(peer, Slept(freed))
 
     def _wake(self, peer: int, frame: Wake) -> None:
         """Restores a part of the memory. The worker stays asleep."""
         if frame.scheduler != self._scheduler:
-            self._links.answer(peer, Fenced(frame.scheduler))
+            self._links.answer(peer, Fenced())
             return
         freed = self._runner.wake(frame.tags)
-        self._links.answer(peer, Slept(self._links.me.incarnation, self._runner.level, freed))
+        self._links.answer(peer, Slept(freed))
 
     def _take_adapter(self, peer: int, frame: LoadAdapter | DropAdapter) -> None:
         if frame.scheduler != self._scheduler:
-            self._links.answer(peer, Fenced(frame.scheduler))
+            self._links.answer(peer, Fenced())
         elif self._next == 0:
             return  # OutOfStep was sent: the next Attach begins without adapters
         elif self._runner.adapters is None:
             if isinstance(frame, LoadAdapter):
-                me = self._links.me.incarnation
-                self._links.answer(peer, AdapterLoaded(me, frame.adapter, error="this worker serves no adapters"))
+                self._links.answer(peer, AdapterLoaded(frame.adapter, error="this worker serves no adapters"))
         elif isinstance(frame, LoadAdapter):
             self._drops = [one for one in self._drops if one != frame.adapter]  # a plan in the queue still places it
             self._runner.adapters.load(frame.adapter, frame.path, is_prompt=frame.is_prompt)
@@ -179,15 +177,13 @@ class SchedulerSession:
 
     def _take_transfer(self, peer: int, frame: KVReceive | KVAbort | KVAudit) -> None:
         if peer != self._scheduler:
-            self._links.answer(peer, Fenced(peer))
+            self._links.answer(peer, Fenced())
         elif self._transfers is None:
             self._deny_transfer(peer, frame)
         elif isinstance(frame, KVAudit):
             self.answer_transfers(self._transfers.poll())  # first: transfers that are not in the list have ended
             still_open = self._transfers.open_transfers()
-            answer = KVOpenTransfers(
-                self._links.me.incarnation, frame.number, list(still_open), list(still_open.values())
-            )
+            answer = KVOpenTransfers(frame.number, list(still_open), list(still_open.values()))
             self._links.answer(peer, answer)
         elif isinstance(frame, KVAbort):
             self._transfers.abort(frame)
@@ -196,26 +192,25 @@ class SchedulerSession:
 
     def _deny_transfer(self, peer: int, frame: KVReceive | KVAbort | KVAudit) -> None:
         """No transfer is open here. The scheduler keeps blocks in quarantine until that is said."""
-        me = self._links.me.incarnation
         match frame:
             case KVReceive():
                 log.error("KVReceive came to a worker without KV transfers")
-                self._links.answer(peer, KVLanded(me, frame.transfer, [], [], True))
+                self._links.answer(peer, KVLanded(frame.transfer, [], [], True))
             case KVAbort(number, is_source):
-                ended = KVSendEnded(me, number, False) if is_source else KVLanded(me, number, [], [], True)
+                ended = KVSendEnded(number, False) if is_source else KVLanded(number, [], [], True)
                 self._links.answer(peer, ended)
             case KVAudit():
-                self._links.answer(peer, KVOpenTransfers(me, frame.number))
+                self._links.answer(peer, KVOpenTransfers(frame.number))
 
     def _take(self, peer: int, plan: StepPlan) -> None:
         if plan.scheduler != self._scheduler:
             log.warning("refused a plan of scheduler %x", plan.scheduler)
-            self._links.answer(peer, Fenced(plan.scheduler))
+            self._links.answer(peer, Fenced())
         elif self._next == 0:
             return  # OutOfStep was sent: ignores plans that were sent before it arrived
         elif plan.number != self._next:
             log.error("plan %d came where %d was due: slots dropped", plan.number, self._next)
-            self._links.answer(peer, OutOfStep(self._links.me.incarnation, self._next))
+            self._links.answer(peer, OutOfStep(self._next))
             self.plans.clear()
             self._runner.reset(0)
             self._next = 0

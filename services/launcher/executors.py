@@ -52,8 +52,8 @@ def choose(
 
 def _on_ray(workers: Sequence[WorkerConfig], values: Values, address: str) -> list[WorkerConfig]:
     """Raises ConfigError for ranks of several hosts. A worker of one rank is a process of this machine."""
-    if any(config.expert_replicas > 1 for config in workers):
-        raise ConfigError("replicas that have the experts together are processes of one machine")
+    if any(config.replicas_apart for config in workers):
+        raise ConfigError(f"{values.where('data-parallel-rank')}: the ranks of a replica are on its host; use `serve`")
     if any(config.num_nodes > 1 for config in workers):
         raise ConfigError(f"{values.where('nnodes')}: Ray finds the hosts of ranks itself")
     ray = RayConfig(address=address, with_nsight=values.get("ray-workers-use-nsight", bool))

@@ -16,6 +16,7 @@ from blockyard.shared.bus import curve, ring_query
 from blockyard.shared.config import adapters, kv_transfer, output_parsers, resolve, worker_roles
 from blockyard.shared.config.checkpoint import Checkpoint
 from blockyard.shared.config.flags import FLAGS
+from blockyard.shared.config.flags.roles import ROLE_NAMES
 from blockyard.shared.config.parsed_flags import ParsedFlag, Values
 from blockyard.shared.config.resolve import ServiceStruct
 from blockyard.shared.config.server import http_server
@@ -32,7 +33,7 @@ ANSWER_S = 5.0  # longest wait for the registry's answer
 def run(args: Sequence[str]) -> int:
     """`blockyard run SERVICE`: replaces this process with the service's. Raises ConfigError.
 
-    With --nnodes it stays, and starts the worker again when its group has ended.
+    With --nnodes or --data-parallel-rank it stays, and starts the worker again when its group has ended.
     """
     values, positionals, notes = sources.read(args, os.environ)
     service = (positionals or [""])[0].replace("-", "_")
@@ -43,10 +44,14 @@ def run(args: Sequence[str]) -> int:
         raise ConfigError(f"run {service}: expected one model, got {' '.join(positionals[1:])}")
     if len(positionals) == 2:
         values = values.with_given({"model": ParsedFlag(positionals[1], "model")})
-    if values.get("data-parallel-size", int) > 1:
+    is_replica = service == "gpu_worker" and values.is_given("data-parallel-rank")
+    if values.get("data-parallel-size", int) > 1 and not is_replica:
         where = values.where("data-parallel-size")
-        raise ConfigError(f"{where}: `run` starts one process; start more gpu-workers, they share one scheduler")
-    for name in ("prefill-workers", "decode-workers"):
+        raise ConfigError(
+            f"{where}: `run` starts one process; start more gpu-workers, they share one scheduler; with "
+            "--enable-expert-parallel, give each its --data-parallel-rank"
+        )
+    for name in (f"{role}{rest}" for role in ROLE_NAMES for rest in ("-workers", ".data-parallel-size")):
         if values.is_given(name):
             raise ConfigError(f"{values.where(name)}: `run` starts one process; give gpu-workers a --role")
     config = service_config(service, values)
@@ -56,7 +61,7 @@ def run(args: Sequence[str]) -> int:
     of_model = resolve.model_notes(values, find_model(service, values)) if service == "scheduler" else []
     for note in (*notes, *values.notes(), *of_worker, *of_gateway, *of_model):
         print(note, file=sys.stderr)
-    if isinstance(config, WorkerConfig) and config.num_nodes > 1:
+    if isinstance(config, WorkerConfig) and (config.num_nodes > 1 or config.replicas_apart):
         return rank_host.run(config, values.get("hung-timeout", float))
     return exec_service(service, config)
 
@@ -72,6 +77,8 @@ def _unread_notes(values: Values) -> list[str]:
 def service_config(service: str, values: Values) -> ServiceStruct:
     """Returns the settings of one service. Finds only the model files that it needs. Raises ConfigError."""
     name = values.maybe("name", str) or f"{service} {socket.gethostname()}"
+    if service == "gpu_worker" and (number := values.maybe("data-parallel-rank", int)) is not None:
+        name = f"{values.maybe('name', str) or service} {number}"  # replicas may have one --name
     process = resolve.process_config(values, name, bus_config(values))
     model = find_model(service, values)
     match service:
@@ -91,6 +98,7 @@ def service_config(service: str, values: Values) -> ServiceStruct:
         case _:
             of_role = worker_roles.of_process(values)
             [config] = resolve.workers([of_role], model, lambda _: _with_advertised(process, values))
+            config = msgspec.structs.replace(config, **worker_roles.of_replica(values, model, process.bus))
             return executors.choose([config], values, os.environ)[0]
 
 
@@ -98,7 +106,8 @@ def _with_advertised(process: ProcessConfig, values: Values) -> ProcessConfig:
     """Ranks of other hosts dial the address that --bind names, if --advertise gives no other."""
     bus = process.bus
     address = bus.bind.removeprefix("tcp://")
-    if values.get("nnodes", int) > 1 and not bus.advertise and address.replace(".", "").isdigit():
+    is_on_several = values.get("nnodes", int) > 1 or values.is_given("data-parallel-rank")
+    if is_on_several and not bus.advertise and address.replace(".", "").isdigit():
         bus = msgspec.structs.replace(bus, advertise=address)
     return msgspec.structs.replace(process, bus=bus)
 

@@ -4,7 +4,6 @@ import threading
 
 import msgspec
 
-from blockyard.shared.bus.links import new_incarnation
 from blockyard.shared.bus.registry_socket import RegistrySocket
 from blockyard.shared.messages import Announce, Frame, Leave, LinkLost, Member, Members, Stats
 from blockyard.shared.process.awake_clock import AwakeClock
@@ -92,7 +91,6 @@ class Registry:
     def __init__(self, socket: RegistrySocket, membership: Membership, liveness: LivenessPipe | None = None) -> None:
         self._socket, self._membership = socket, membership
         self._liveness = liveness or LivenessPipe(None)
-        self._incarnation = new_incarnation()
 
     def run(self, stopped: threading.Event) -> None:
         """Serves until `stopped` is set."""
@@ -105,7 +103,7 @@ class Registry:
                 self._membership.apply(frame, now)
             due = self._membership.due(now)
             if due or self._socket.has_requests:
-                news = Members(self._incarnation, self._membership.settled(now), self._membership.members())
+                news = Members(self._membership.settled(now), self._membership.members())
                 if due:
                     self._socket.push(news)
                 self._socket.answer(news)

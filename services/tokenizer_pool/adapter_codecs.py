@@ -1,5 +1,6 @@
 """The tokenizers and chat templates that adapters bring with them, in one text worker."""
 
+import logging
 from pathlib import Path
 
 from blockyard.services.tokenizer_pool.chats.chat_template import ChatTemplates
@@ -10,7 +11,10 @@ from blockyard.shared import tokenizer_files
 from blockyard.shared.chat_template_files import chat_templates
 from blockyard.shared.config.services.tokenizer import TokenizerConfig
 from blockyard.shared.errors import LoadError, RequestError
+from blockyard.shared.lora.adapter_folder import without_folder
 from blockyard.shared.messages import AdapterTokenizer
+
+log = logging.getLogger(__name__)
 
 MOST = 4  # that a worker keeps: each takes as much memory as the model's
 
@@ -55,7 +59,9 @@ class AdapterCodecs:
                 with self._phases.unlimited():
                     codec = load_adapter_texts(adapter.path, self._config)
             except (LoadError, OSError) as e:
-                raise RequestError(f"the tokenizer of the adapter cannot be read: {e}", "model") from e
+                log.warning("the tokenizer of an adapter cannot be read: %s", e)
+                cause = without_folder(e, Path(adapter.path))
+                raise RequestError(f"the tokenizer of the adapter cannot be read: {cause}", "model") from e
             codec.set_phases(self._phases)
         self._codecs[key] = codec
         if len(self._codecs) > MOST:

@@ -14,7 +14,7 @@ def ask_members(bus: BusConfig, timeout_s: float) -> Members:
     sockets = Sockets(bus)
     link = sockets.connect_dealer(bus.registry, b"ask")
     try:
-        send_frame(link, msgspec.msgpack.encode(MembersRequest("query")))
+        send_frame(link, msgspec.msgpack.encode(MembersRequest()))
         if not link.poll(int(1000 * timeout_s)):
             raise BlockyardError(f"no answer from the message bus at {bus.registry} within {timeout_s:g} s")
         reader: FrameReader[Members] = FrameReader(Members, Malformed())

@@ -10,11 +10,13 @@ from blockyard.shared.config.services.lora import AdapterSource
 from blockyard.shared.config.services.worker import DUMMY_FORMATS
 from blockyard.shared.config.text_part import text_patch
 from blockyard.shared.config.worker_fields import on_gpu
+from blockyard.shared.context_length import longest_sequence, too_long
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.json_objects import merge_patch, read_json
 from blockyard.shared.messages import SamplingDefaults
-from blockyard.shared.quantization import CONFIG, GGUF, KEY, NAMES, settle_quantization
-from blockyard.shared.quantization_settings import table
+from blockyard.shared.quantization.method import check_quantization, settle_quantization
+from blockyard.shared.quantization.reading import CONFIG, KEY
+from blockyard.shared.quantization.table import GGUF, NAMES
 
 UNSAID_WINDOWS = {  # sliding window in tokens, for a config.json without one
     "Cohere2ForCausalLM": 4096,
@@ -98,7 +100,7 @@ def quantized_overrides(values: Values, checkpoint: Checkpoint) -> dict[str, Any
         overrides[KEY] = None if given is None else merge_patch(checkpoint.quantization, given)
     merged = merge_patch(checkpoint.config, overrides)
     asked = asked_quantization(values)
-    table.check(merged, checkpoint.quantization_file)
+    check_quantization(merged, checkpoint.quantization_file)
     if asked is None:
         return overrides
     on_gpu_refused = NAMES[asked.lower()].refused_on_gpu
@@ -153,6 +155,14 @@ def context_limit(values: Values, config: dict[str, Any]) -> int | None:
             "--disable-sliding-window"
         )
     return asked or min(window, model_length(config) or window)
+
+
+def check_length(values: Values, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError if --max-model-len is longer than config.json, with the values of flags, allows."""
+    asked, impl = asked_length(values), values.get("model-impl", str)
+    most = longest_sequence(checkpoint.config, config_overrides(values), impl)
+    if asked is not None and most is not None and asked > most:
+        raise ConfigError(too_long(values.where("max-model-len"), asked, most))
 
 
 def sampling_defaults(values: Values, generation: dict[str, Any]) -> SamplingDefaults:

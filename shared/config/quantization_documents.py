@@ -1,7 +1,7 @@
 """Documents the names of --quantization: the table in services/gpu_worker/quantization/README.md."""
 
 from blockyard.shared.config.flags.documents import DocumentTables
-from blockyard.shared.quantization import TABLE, QuantizationName
+from blockyard.shared.quantization.table import TABLE, QuantizationName
 
 
 def markdown() -> str:
@@ -12,7 +12,7 @@ def markdown() -> str:
 def _cell(one: QuantizationName) -> str:
     if one.refused:
         return f"refused: {one.refused}"
-    is_made_at_load = one.of_16_bits == {"quant_method": one.name}  # no file says it
+    is_made_at_load = one.of_16_bits == {}  # no file says it
     own = ("its files",) if one.module and not is_made_at_load else ()
     others = (f"files of {', '.join(one.alias_of)}",) if one.alias_of else ()
     at_load = ("16-bit files, quantized while they load",) if one.of_16_bits is not None and one.name != "gguf" else ()

@@ -19,6 +19,7 @@ from blockyard.shared.config.checkpoint import (
     Checkpoint,
     asked_quantization,
     chat_template,
+    check_length,
     config_overrides,
     context_limit,
     file_format,
@@ -254,7 +255,11 @@ def worker(of_role: WorkersOfRole, model: Checkpoint, process: ProcessConfig) ->
     worker_fields.check_ranks(values, model.config)
     fields, pooling = _fields(values, "worker"), worker_pooling_fields(values, model)
     lora = adapters.worker_config(values, model.adapters)
-    overrides = config_overrides(values) if values["worker-cls"] == "mock" else quantized_overrides(values, model)
+    if values["worker-cls"] == "mock":
+        overrides = config_overrides(values)
+    else:
+        check_length(values, model)
+        overrides = quantized_overrides(values, model)
     fields["mock"]["vocab_size"] = fields["mock"]["vocab_size"] or model.config.get("vocab_size", 0)
     fields["mock"]["max_model_len"] = model_length(model.config) or MOCK_LENGTH
     return _struct(
@@ -297,18 +302,16 @@ def workers(
     if num == 1:
         config = worker(to_start[0], model, process(to_start[0].name))
         return [msgspec.structs.replace(config, gpu=0 if has_gpu and config.num_ranks > 1 else None)]
-    made = [worker(each, model, process(f"{each.name} {i}")) for each in to_start for i in range(each.num_workers)]
-    firsts = accumulate((config.num_ranks for config in made), initial=0)
-    together = num_expert_replicas(to_start, model)
+    made: list[WorkerConfig] = []
+    for each in to_start:
+        together, first = num_expert_replicas(each, model), len(made)
+        for i in range(each.num_workers):
+            place = {"expert_replicas": together, "replica": i % together, "replica_group": first + i - i % together}
+            config = worker(each, model, process(f"{each.name} {i}"))
+            made.append(msgspec.structs.replace(config, replicas=num, **place))
+    gpus = accumulate((config.num_ranks for config in made), initial=0)
     return [
-        msgspec.structs.replace(
-            config,
-            replicas=num,
-            gpu=first if has_gpu else None,
-            expert_replicas=together,
-            replica=i % together,
-        )
-        for i, (config, first) in enumerate(zip(made, firsts, strict=False))
+        msgspec.structs.replace(config, gpu=gpu if has_gpu else None) for config, gpu in zip(made, gpus, strict=False)
     ]
 
 

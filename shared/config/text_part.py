@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.quantization import CONFIG, KEY
+from blockyard.shared.quantization.reading import CONFIG, KEY
 
 TEXT = "text_config"
 _TIE = "tie_word_embeddings"

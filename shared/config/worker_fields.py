@@ -18,7 +18,7 @@ from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.config.services.worker import USUAL_SEQS, LogprobsMode, capture_sizes
 from blockyard.shared.config.text_part import text_part
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.quantization import has_fp8_kv
+from blockyard.shared.quantization.method import has_fp8_kv
 
 FP8 = "fp8"
 FLAG = "compilation-config"
@@ -221,8 +221,6 @@ def expert_fields(values: Values) -> dict[str, Any]:
         return {}
     if not values["enable-expert-parallel"]:
         raise ConfigError(f"{where}: needs --enable-expert-parallel: otherwise each rank has a share of every expert")
-    if values.get("data-parallel-size", int) > 1:
-        raise ConfigError(f"{where}: not built yet with --data-parallel-size above 1")
     if values["batch-invariant"]:
         raise ConfigError(f"{where}: not with --batch-invariant: a sum's rounding depends on which rank has an expert")
     return {
@@ -281,6 +279,8 @@ def check_one_host(values: Values) -> None:
     for name in ("nnodes", "node-rank"):
         if values.is_given(name) and values.get(name, int) != FLAGS[name].default:
             raise ConfigError(f"{values.where(name)}: is for `blockyard run gpu-worker`, on each host")
+    if values.is_given("data-parallel-rank"):
+        raise ConfigError(f"{values.where('data-parallel-rank')}: is for `blockyard run gpu-worker`, of each replica")
 
 
 def stage_fields(values: Values, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""The folder of an adapter: its config, the file of its weights, and what the header of that file says."""
+"""The folder of an adapter: its config, the file of its weights, and what the header of that file says.
+
+Errors name files without their folder, because clients get them; who logs an error adds the folder.
+"""
 
 from pathlib import Path
 
@@ -33,7 +36,7 @@ def check_folder(folder: Path, max_rank: int) -> bool:
             continue
         rank, module = entry.shape[0], name.removeprefix(PREFIX).removesuffix(ending)
         if rank > max_rank and rank == parsed.config.rank_of(module):
-            raise AdapterError(f"{path}: rank {rank} for {module}; --max-lora-rank is {max_rank}")
+            raise AdapterError(f"{path.name}: rank {rank} for {module}; --max-lora-rank is {max_rank}")
     return any(".experts." in name for name in entries)
 
 
@@ -45,51 +48,57 @@ class HeaderTensor(msgspec.Struct):
     data_offsets: tuple[int, int]  # from the end of the header
 
 
-def read_header(path: Path) -> dict[str, HeaderTensor]:
-    """Returns the tensors of a safetensors file by name. Raises AdapterError, also if the file is cut short."""
+def read_header(path: Path, name: str = "") -> dict[str, HeaderTensor]:
+    """Returns the tensors of a safetensors file by name. Raises AdapterError, also if the file is cut short.
+
+    name: of the file in errors; empty: that of the path.
+    """
+    name = name or path.name
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
             header = file.read(min(length, MAX_HEADER_BYTES))
     except OSError as e:
-        raise AdapterError(f"{path} cannot be read: {e.strerror or e}") from e
+        raise AdapterError(f"{name} cannot be read: {e.strerror or e}") from e
     try:
         fields = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         fields.pop("__metadata__", None)
-        found = {name: msgspec.json.decode(raw, type=HeaderTensor) for name, raw in fields.items()}
+        found = {key: msgspec.json.decode(raw, type=HeaderTensor) for key, raw in fields.items()}
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise AdapterError(f"{path} is not a safetensors file: {e}") from e
+        raise AdapterError(f"{name} is not a safetensors file: {e}") from e
     needed = LENGTH_BYTES + length + max((entry.data_offsets[1] for entry in found.values()), default=0)
     if size != needed:
-        raise AdapterError(f"{path} has {size} bytes, its header says {needed}")
+        raise AdapterError(f"{name} has {size} bytes, its header says {needed}")
     return found
 
 
 def read_config_bytes(folder: Path) -> bytes:
-    """Returns the bytes of the config. Raises AdapterError with the path of the file."""
+    """Returns the bytes of the config. Raises AdapterError."""
     path = folder / CONFIG_FILE
     if not folder.is_dir():
-        raise AdapterError(f"{folder} is no folder")
+        raise AdapterError("it is no folder")
     if not path.is_file():
-        raise AdapterError(f"{folder} has no {CONFIG_FILE}")
+        raise AdapterError(f"the folder has no {CONFIG_FILE}")
     return read_whole(path, MAX_CONFIG_BYTES)
 
 
 def read_config(folder: Path) -> tuple[bytes, ParsedConfig]:
-    """Returns the bytes of the config, and what they say. Raises AdapterError with the path of the file."""
+    """Returns the bytes of the config, and what they say. Raises AdapterError."""
     content = read_config_bytes(folder)
-    try:
-        return content, parse_config(content)
-    except AdapterError as e:
-        raise AdapterError(f"{folder}/{e}") from e
+    return content, parse_config(content)
+
+
+def without_folder(cause: object, folder: Path) -> str:
+    """Returns the text of a cause that names files in a folder, without that folder."""
+    return str(cause).replace(f"{folder}/", "").replace(str(folder), "the folder")
 
 
 def weights_file(folder: Path) -> Path:
     """Raises AdapterError if there is none."""
     path = next((folder / name for name in (SAFETENSORS, BIN) if (folder / name).is_file()), None)
     if path is None:
-        raise AdapterError(f"{folder} has neither {SAFETENSORS} nor {BIN}")
+        raise AdapterError(f"the folder has neither {SAFETENSORS} nor {BIN}")
     return path
 
 
@@ -98,10 +107,10 @@ def read_whole(path: Path, most: int | None = None) -> bytes:
     try:
         size = path.stat().st_size
         if most is not None and size > most:
-            raise AdapterError(f"{path} has {size} bytes, more than {most}")
+            raise AdapterError(f"{path.name} has {size} bytes, more than {most}")
         content = path.read_bytes()
     except OSError as e:
-        raise AdapterError(f"{path} cannot be read: {e.strerror or e}") from e
+        raise AdapterError(f"{path.name} cannot be read: {e.strerror or e}") from e
     if len(content) != size:
-        raise AdapterError(f"{path} had {size} bytes and {len(content)} could be read: it changes")
+        raise AdapterError(f"{path.name} had {size} bytes and {len(content)} could be read: it changes")
     return content

@@ -45,23 +45,26 @@ def is_prompt_adapter(folder: Path) -> bool:
 
 def read_prompt_config(folder: Path) -> tuple[bytes, PromptAdapterConfig, list[str]]:
     """Returns the bytes of a folder's config, what they say, and notes. Raises AdapterError for what is not served."""
-    content, path = read_config_bytes(folder), folder / CONFIG_FILE
+    content = read_config_bytes(folder)
     try:
         fields = msgspec.json.decode(content, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise AdapterError(f"{path} is not a JSON object: {e}") from e
+        raise AdapterError(f"{CONFIG_FILE} is not a JSON object: {e}") from e
     kind = fields.get("peft_type")
     if kind not in SERVED:
-        raise AdapterError(f"{path}: peft_type {kind!r} is no prompt adapter that is served; {', '.join(SERVED)} are")
+        raise AdapterError(
+            f"{CONFIG_FILE}: peft_type {kind!r} is no prompt adapter that is served; {', '.join(SERVED)} are"
+        )
     try:
         config = msgspec.convert(fields, PromptAdapterConfig)
     except msgspec.ValidationError as e:
-        raise AdapterError(f"{path}: {e}") from e
+        raise AdapterError(f"{CONFIG_FILE}: {e}") from e
     if config.num_transformer_submodules not in (None, 1):
-        raise AdapterError(
-            f"{path}: num_transformer_submodules {config.num_transformer_submodules} is not served: decoders have 1"
-        )
+        given = config.num_transformer_submodules
+        raise AdapterError(f"{CONFIG_FILE}: num_transformer_submodules {given} is not served: decoders have 1")
     if config.modules_to_save:
-        raise AdapterError(f"{path}: modules_to_save {config.modules_to_save} is not served with a prompt adapter")
+        raise AdapterError(
+            f"{CONFIG_FILE}: modules_to_save {config.modules_to_save} is not served with a prompt adapter"
+        )
     unknown = sorted(fields.keys() - {*PromptAdapterConfig.__struct_fields__, *_TRAINING})
     return content, config, [f"{CONFIG_FILE}: {', '.join(unknown)}: not known, and not read"] if unknown else []

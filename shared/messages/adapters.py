@@ -8,7 +8,6 @@ class LoadAdapter(Frame, frozen=True):
 
     scheduler: int  # incarnation
     adapter: int  # number that this scheduler gives it: other bytes have another number
-    name: str
     path: str
     is_prompt: bool = False  # a prompt adapter; False: a LoRA adapter
 
@@ -29,7 +28,6 @@ class AddedToken(FrameStruct, frozen=True):
 
 
 class AdapterLoaded(Frame, frozen=True):
-    worker: int  # incarnation
     adapter: int
     digest: bytes = b""  # of the bytes of config and weights
     size_bytes: int = 0  # of its matrices
@@ -40,6 +38,7 @@ class AdapterLoaded(Frame, frozen=True):
     num_added_tokens: int = 0  # ids behind the model's vocabulary
     has_tokenizer: bool = False  # its folder has one in which the model's ids keep their meaning
     added_tokens: list[AddedToken] = []  # of that tokenizer
+    status: int = 400  # HTTP status of the error
 
 
 class AdapterPlaced(FrameStruct, frozen=True):

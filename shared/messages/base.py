@@ -5,7 +5,7 @@ import enum
 import msgspec
 
 # 6: packed steps; 5: blocks of vectors; 3, 4: unused fields left; 2: frames above `sockets.PART_BYTES` travel in parts
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 NO_TOKEN = 0xFFFFFFFF  # stands for "no token" in a list of token ids
 
 

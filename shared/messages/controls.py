@@ -69,6 +69,4 @@ class Wake(Frame, frozen=True):
 
 
 class Slept(Frame, frozen=True):
-    worker: int
-    level: int
     freed_bytes: int

@@ -29,7 +29,6 @@ class KVReceive(Frame, frozen=True):
     source: int  # incarnation of the sending worker
     source_generation: int
     blocks: list[int]  # of the receiver, by position
-    hashes: bytes = b""  # 16 bytes for each block
     ticket: bytes = b""  # random; with it the sender may open one link without encryption
     source_endpoint: bytes = b""  # the sending worker's `kv_endpoint`; empty: it has one rank
 
@@ -68,7 +67,6 @@ class KVAudit(Frame, frozen=True):
 class KVOpenTransfers(Frame, frozen=True):
     """worker -> scheduler, after all that it has said of transfers before: the ones that have not ended."""
 
-    worker: int
     number: int  # of the question
     transfers: list[int] = []
     blocks: list[list[int]] = []  # the worker's own, of each transfer
@@ -77,7 +75,6 @@ class KVOpenTransfers(Frame, frozen=True):
 class KVLanded(Frame, frozen=True):
     """receiving worker -> scheduler: blocks that have landed since the last KVLanded of the transfer."""
 
-    worker: int
     transfer: int
     blocks: list[int]  # whole, and their checksums right
     failed_blocks: list[int] = []  # written, with another checksum than the sender's
@@ -88,6 +85,5 @@ class KVLanded(Frame, frozen=True):
 class KVSendEnded(Frame, frozen=True):
     """sending worker -> scheduler: no block of the transfer is read any more."""
 
-    worker: int
     transfer: int
     is_complete: bool  # all blocks were written

@@ -197,12 +197,9 @@ class LinkLost(Frame, frozen=True):
 class Members(Frame, frozen=True):
     """The membership list. Until it is settled (4 s after a registry's start) a missing member is not a lost one."""
 
-    registry: int  # incarnation
     settled: bool
     members: list[Member]
 
 
 class MembersRequest(Frame, frozen=True, tag="AskMembers"):
     """Asks for the list once, from a process that is not a member."""
-
-    name: str  # of the process

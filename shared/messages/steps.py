@@ -15,7 +15,6 @@ class Attach(Frame, frozen=True):
 
     scheduler: int  # incarnation; from now on the worker accepts plans of this one only
     num_slots: int  # slots are 0 to num_slots - 1
-    depth: int  # plans that may be queued besides the running one
     forget: bool = False  # the contents of blocks are invalid, on the device and in host memory
     number: int = 0  # of this demand; repeated in its answer
 
@@ -55,7 +54,6 @@ class Geometry(FrameStruct, frozen=True):
 
 
 class Attached(Frame, frozen=True):
-    worker: int  # incarnation
     scheduler: int
     geometry: Geometry
     block_ids: list[int] = []  # full blocks of completed plans ...
@@ -70,13 +68,10 @@ class Attached(Frame, frozen=True):
 class Fenced(Frame, frozen=True):
     """The worker belongs to another scheduler: the receiver ends."""
 
-    scheduler: int  # incarnation of the refused scheduler
-
 
 class OutOfStep(Frame, frozen=True):
     """worker -> scheduler: a plan did not decode or was out of order; slots are gone, attach again."""
 
-    worker: int
     expected: int  # plan number
 
 
@@ -186,7 +181,6 @@ class SlotResult(FrameStruct, frozen=True):
 class StepResult(Frame, frozen=True):
     """Answers one plan, in order. Slots that ran appear; slots that had ended produce nothing."""
 
-    worker: int
     number: int
     slots: list[SlotResult]
     stamp_s: float  # CLOCK_REALTIME at the step's end
@@ -205,5 +199,4 @@ class StepResult(Frame, frozen=True):
 class Broken(Frame, frozen=True):
     """The worker's device failed: the worker ends, and plans in flight are lost."""
 
-    worker: int
     detail: str

@@ -195,6 +195,6 @@ def test_a_fenced_scheduler_ends(ring: Ring) -> None:
         e.generate(e.scheduler(), "r", 1000)
         e.until(lambda: e.steps)
         worker = next(m for m in e.gateway.members.values() if m.role is Role.GPU_WORKER)
-        e.gateway.send(worker.incarnation, Attach(e.gateway.me.incarnation, 4, 1))
+        e.gateway.send(worker.incarnation, Attach(e.gateway.me.incarnation, 4))
         assert scheduler.wait(LIMIT_S) == 1
     assert "has taken worker" in (ring.folder / "scheduler.log").read_text()

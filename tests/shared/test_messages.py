@@ -55,7 +55,7 @@ def test_fields_a_newer_sender_adds_are_skipped(union: str, frame: type[Frame]) 
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(longer), type=UNIONS[union]) == value
 
 
-@pytest.mark.parametrize(("union", "frame"), FRAMES)
+@pytest.mark.parametrize(("union", "frame"), [one for one in FRAMES if msgspec.structs.fields(one[1])])
 def test_a_frame_without_its_last_field_is_refused_or_takes_the_default(union: str, frame: type[Frame]) -> None:
     shorter = msgspec.msgpack.encode(msgspec.msgpack.decode(msgspec.msgpack.encode(sample(frame)))[:-1])
     last = msgspec.structs.fields(frame)[-1]

@@ -95,7 +95,6 @@ class KVWorker:
 
     def turn(self) -> None:
         for answer in self.transfers.poll():
-            assert answer.worker == self.me
             if isinstance(answer, KVLanded):
                 self.landed.setdefault(answer.transfer, []).extend(answer.blocks)
                 self.failed.setdefault(answer.transfer, []).extend(answer.failed_blocks)
@@ -103,7 +102,7 @@ class KVWorker:
                 self.ended.setdefault(answer.transfer, []).append(answer)
 
     def receive(self, number: int, source: int, blocks: list[int], generation: int = 1, ticket: bytes = b"") -> None:
-        self.transfers.receive(KVReceive(number, source, generation, blocks, b"", ticket))
+        self.transfers.receive(KVReceive(number, source, generation, blocks, ticket))
 
     def send(self, send: KVSend) -> None:
         self.transfers.on_plan_done(plan_of(send))

@@ -32,6 +32,8 @@ FORMS = {
     "int8 inputs": (Codes.INT8, 0, torch.float32, None, True, RoundedTo.INT8),
     "int8 inputs with zeros": (Codes.INT8, 0, torch.float32, None, True, RoundedTo.ASYMMETRIC_INT8),
 }
+# whose groups fit blocks
+WEIGHT_ONLY = [name for name in FORMS if name != "int4 g48" and FORMS[name][1] in (0, 16, 32, 64, 128)]
 
 
 def draw(name: str, experts: int, outs: int, size: int, device: str, zero: int | None = None) -> PackedWeights:

@@ -125,4 +125,4 @@ class ScriptedMatcher:
             del self._programs[slot]
         elif not it.has_mask:
             it.has_mask = True
-            self._answers.append(FirstMask(slot, owner, 0.0))
+            self._answers.append(FirstMask(slot, 0.0))

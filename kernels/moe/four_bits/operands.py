@@ -146,6 +146,25 @@ def load_x(
 
 
 @gluon.jit
+def load_norm(norm_ptr, step, SIZE: gl.constexpr, W: gl.constexpr, X: gl.constexpr):
+    """The norm's weight of the inputs that `load_x` loads without TOP_K, [W, 4, 32, 1] in the layout X."""
+    chunk = (step * W + along_4(W, 0, X)) * 4 + along_4(4, 1, X)
+    return gl.load(norm_ptr + (along_4(32, 2, X) + gl.minimum(chunk, SIZE // 32 - 1) * 32))
+
+
+@gluon.jit
+def inverse_length(x_ptr, row, eps, SIZE: gl.constexpr, W: gl.constexpr):
+    """What an RMSNorm multiplies the inputs of a row by, beside its weight."""
+    TILE: gl.constexpr = 256 * W
+    col = gl.arange(0, TILE, gl.BlockedLayout([8], [32], [W], [0]))
+    squares = gl.zeros_like(col).to(gl.float32)
+    for start in gl.static_range(0, SIZE, TILE):
+        x = gl.load(x_ptr + row.to(gl.int64) * SIZE + start + col, mask=start + col < SIZE, other=0.0).to(gl.float32)
+        squares += x * x
+    return gl.rsqrt(gl.sum(squares, 0) / SIZE + eps)
+
+
+@gluon.jit
 def _scale_pairs(scale):
     """Scales of e8m0, which are bytes, two times as bfloat16 in 32 bits, as `scale_numbers` makes them."""
     bits = gl.maximum(scale.to(gl.int32) << 7, 0x40)

@@ -121,7 +121,7 @@ class BatchJob:
             elif not batch.has_ended:
                 await self._answer(batch)
         except BatchError as e:
-            self._end("failed", BatchFault("write_error", str(e)))
+            self._end("failed", self._write_error(e))
 
     async def _validate(self, batch: BatchObject) -> BatchObject:
         """Counts the lines. A batch without any fails."""
@@ -150,7 +150,7 @@ class BatchJob:
             try:
                 ended = await self._watch(run, batch, output, errors)
             except BatchError as e:
-                ended, fault = "failed", BatchFault("write_error", str(e))
+                ended, fault = "failed", self._write_error(e)
             counts = RequestCounts(batch.request_counts.total, output.num_lines, errors.num_lines)
         now = int(time.time())
         self._keep_files(
@@ -203,6 +203,10 @@ class BatchJob:
             return replace(b, output_file_id=output, error_file_id=errors)
 
         self._change(with_files)
+
+    def _write_error(self, error: BatchError) -> BatchFault:
+        log.error("%s: %s", self._id, error)
+        return BatchFault("write_error", f"the server cannot read or write the files of the batch: {error.cause}")
 
     def _end(self, status: str, fault: BatchFault | None = None) -> BatchObject:
         assert status in ENDED

@@ -134,7 +134,7 @@ class BatchStore:
                     return
                 yield True
         except OSError as e:
-            raise BatchError(f"{path}: {e.strerror or e}") from e
+            raise BatchError(e.strerror or str(e), path) from e
 
     def sweep(self, now: float) -> None:
         """Removes files and ended batches that were kept for their time."""
@@ -198,4 +198,4 @@ class BatchStore:
         try:
             return self._db.execute(statement, values)
         except sqlite3.Error as e:
-            raise BatchError(f"{self._folder / 'batches.sqlite'}: {e}") from e
+            raise BatchError(str(e), self._folder / "batches.sqlite") from e

@@ -86,4 +86,4 @@ class OutputFile:
         return 0
 
     def _failed(self, e: OSError) -> BatchError:
-        return BatchError(f"{self.path}: {e.strerror or e}")
+        return BatchError(e.strerror or str(e), self.path)

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import msgspec
 
@@ -106,7 +107,7 @@ class BatchRun:
                     await asyncio.wait(workers)
                     progress.cancel()
         except OSError as e:
-            raise BatchError(f"{self._config.input}: {e.strerror or e}") from e
+            raise BatchError(e.strerror or str(e), Path(self._config.input)) from e
         except ExceptionGroup as group:
             raise _cause(group) from None
 
@@ -120,7 +121,7 @@ class BatchRun:
             try:
                 self._records.written(decode_written(line or b""))
             except (msgspec.DecodeError, UnicodeDecodeError) as e:
-                raise BatchError(f"{file.path}: line {number} is no line of a batch's output: {e}") from e
+                raise BatchError(f"line {number} is no line of a batch's output: {e}", file.path) from e
 
     async def _answer_lines(self, lines: Iterator[tuple[int, bytes | None]]) -> None:
         """Answers lines until there are none. Several tasks share the iterator."""

@@ -1,6 +1,7 @@
 """/v1/files: the inputs and outputs of batches."""
 
 import asyncio
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from blockyard.services.api_gateway.http.access import Access, Route
 from blockyard.services.api_gateway.http.request_context import TENANT
 from blockyard.services.api_gateway.responses.json_response import json_response
 from blockyard.shared.errors import BatchError, RequestError
+
+log = logging.getLogger(__name__)
 
 MAX_FIELD_BYTES = 4096  # of a field that is no file
 MAX_NAME = 255
@@ -163,7 +166,8 @@ def enabled(store: BatchStore | None) -> Iterator[BatchStore]:
     try:
         yield store
     except BatchError as e:
-        raise RequestError(f"The server cannot write its records: {e}", status=507, retry_after_s=60.0) from e
+        log.error("%s", e)
+        raise RequestError(f"The server cannot write its records: {e.cause}", status=507, retry_after_s=60.0) from e
     except OSError as e:
         raise RequestError(f"The server cannot keep files: {e.strerror or e}", status=507, retry_after_s=60.0) from e
 

@@ -27,7 +27,7 @@ class Layout:
     @property
     def moves_experts(self) -> bool:
         """Whether --enable-eplb can be added."""
-        return SPREAD in self.flags and _FLAGS["dp"] not in self.flags
+        return SPREAD in self.flags
 
     @property
     def is_apart(self) -> bool:

@@ -31,7 +31,7 @@ from blockyard.shared.process import pipes, settings
 
 if torch.cuda.is_available():
     # it imports Triton, which comes only with CUDA builds of torch
-    from blockyard.services.gpu_worker.parallel.sum_measurement import choose_sums
+    from blockyard.services.gpu_worker.parallel.sums.sum_measurement import choose_sums
 
 MODULE = "blockyard.services.gpu_worker.bench.rank_sums"
 HIDDEN, DTYPE = 4096, torch.bfloat16  # of a row

@@ -1,6 +1,7 @@
 """Frames between a worker and a process that it starts, over a stream socket: 4 bytes of length, then the frame."""
 
 import socket
+import sys
 from typing import Generic, TypeVar
 
 import msgspec
@@ -45,23 +46,27 @@ class FrameSocket(Generic[In]):
                 return
             del self._outbound[:sent]
 
-    def receive(self) -> list[In]:
-        """Returns the frames that are there. `is_open` is False once the other end is closed."""
+    def receive(self, most: int = sys.maxsize) -> list[In]:
+        """Returns the frames that are there, at most so many. `is_open` is False once the other end is closed."""
         self.flush()
-        while self.is_open:
+        frames, is_more = self._decode(most), True
+        while self.is_open and is_more and len(frames) < most:
             try:
                 data = self.sock.recv(READ_BYTES)
             except BlockingIOError:
                 break
             except OSError:
                 data = b""
-            self.is_open = bool(data)
+            self.is_open, is_more = bool(data), len(data) == READ_BYTES
             self._inbound += data
-            if len(data) < READ_BYTES:
-                break
+            frames += self._decode(most - len(frames))
+        return frames
+
+    def _decode(self, most: int) -> list[In]:
+        """Takes whole frames out of what was received."""
         frames: list[In] = []
         at = 0
-        while len(self._inbound) - at >= LENGTH_BYTES:
+        while len(self._inbound) - at >= LENGTH_BYTES and len(frames) < most:
             size = int.from_bytes(self._inbound[at : at + LENGTH_BYTES], "little")
             if len(self._inbound) - at - LENGTH_BYTES < size:
                 break

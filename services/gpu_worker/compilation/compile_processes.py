@@ -23,9 +23,12 @@ MODULE = "blockyard.services.gpu_worker.compilation.compile_process"
 OnCompiled = Callable[[str], None]  # takes the error, empty if it is compiled
 
 
-def num_processes(cores: int) -> int:
-    """Half the cores: two hardware threads share one, and the slowest kernel should have its own."""
-    return max(min(cores // 2, MOST_PROCESSES), 1)
+def num_processes(cores: int, sharers: int = 1) -> int:
+    """Half the cores: two hardware threads share one, and the slowest kernel should have its own.
+
+    sharers: workers and ranks of this machine, which compile at the same time.
+    """
+    return max(min(cores // 2 // sharers, MOST_PROCESSES), 1)
 
 
 def is_new(folder: Path) -> bool:
@@ -37,20 +40,26 @@ class CompileProcesses:
     """Owns the processes. Takes kernels as lines, in order; one thread waits for each process."""
 
     def __init__(self, num: int) -> None:
-        self.num = num
+        self._num, self._num_submitted = num, 0
         self._jobs: SimpleQueue[tuple[str, OnCompiled] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
 
-    def start(self) -> None:
-        """May be called again; `submit` does so."""
-        while len(self._threads) < self.num:
+    @property
+    def num(self) -> int:
+        """Processes that are started."""
+        return len(self._threads)
+
+    def start(self, num: int | None = None) -> None:
+        """Starts so many processes if they are not there yet, None: all. `submit` starts one for each kernel."""
+        while self.num < (self._num if num is None else min(num, self._num)):
             thread = threading.Thread(target=self._serve, name=f"compile-{len(self._threads)}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
     def submit(self, line: str, done: OnCompiled) -> None:
         """`done` is called in another thread."""
-        self.start()
+        self._num_submitted += 1
+        self.start(self._num_submitted)
         self._jobs.put((line, done))
 
     def close(self) -> None:

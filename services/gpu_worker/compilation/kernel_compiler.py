@@ -23,6 +23,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from blockyard.services.gpu_worker.compilation.compile_processes import LIST, CompileProcesses
+from blockyard.services.gpu_worker.compilation.kernel_claims import KernelClaims
 
 log = logging.getLogger(__name__)
 
@@ -82,12 +83,17 @@ class KernelCompiler:
         self._compiled = CompiledList(folder or Path(knobs.cache.dir))
         self._seen: set[str] = set()
         self._changed = threading.Condition()
-        self._num_done, self._began_s = 0, time.perf_counter()
+        self._num_done, self._began_s = 0, 0.0
+        self._claims: KernelClaims | None = None
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Kernels launched inside are compiled and do not run, even if they ran before: their outputs are undefined."""
+    def recording(self, claims: KernelClaims | None = None) -> Iterator[None]:
+        """Kernels launched inside are compiled and do not run, even if they ran before: their outputs are undefined.
+
+        claims: kernels that another rank has claimed are left to it; None: this one compiles all.
+        """
         assert knobs.runtime.jit_cache_hook is None, "Triton has one hook"
+        self._claims = claims
         run = JITFunction.run
 
         def only_compile(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -130,7 +136,10 @@ class KernelCompiler:
         with self._changed:
             if digest in self._seen or digest in self._compiled:
                 return True
+            if self._claims is not None and not self._claims.take(digest):
+                return True
             self._seen.add(digest)
+            self._began_s = self._began_s or time.perf_counter()
         target = (self._target.backend, self._target.arch, self._target.warp_size)
         line = json.dumps({**json.loads(compile["specialization_data"]), "gpu": target})
         self._processes.submit(line, lambda problem: self._done(digest, problem))

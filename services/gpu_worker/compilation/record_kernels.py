@@ -24,6 +24,7 @@ from blockyard.kernels.lora.adapter_table import AdapterTiles
 from blockyard.kernels.lora.adapter_tiles import FEW_ROWS, LARGE_TILE, MANY_ROWS, rows_of_tile
 from blockyard.kernels.moe.map_experts import FEW_PAIRS
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses, num_processes
+from blockyard.services.gpu_worker.compilation.kernel_claims import KernelClaims
 from blockyard.services.gpu_worker.compilation.kernel_compiler import KernelCompiler
 from blockyard.services.gpu_worker.execution.cuda import prefill_kernels
 from blockyard.services.gpu_worker.execution.cuda.decode_graphs import (
@@ -48,9 +49,9 @@ from blockyard.shared.config.services.worker import WorkerConfig
 log = logging.getLogger(__name__)
 
 
-def make_compiler(processes: CompileProcesses | None, cores: int) -> KernelCompiler:
-    """processes: started before, None: new ones."""
-    return KernelCompiler(processes or CompileProcesses(num_processes(cores)))
+def make_compiler(processes: CompileProcesses | None, cores: int, sharers: int) -> KernelCompiler:
+    """processes: started before, None: new ones. sharers: see `num_processes`."""
+    return KernelCompiler(processes or CompileProcesses(num_processes(cores, sharers)))
 
 
 def compile_kernels(
@@ -61,12 +62,16 @@ def compile_kernels(
     kv_dtype: torch.dtype,
     num_eos: int,
     config: WorkerConfig,
+    claims: KernelClaims | None = None,
 ) -> None:
-    """Returns when the kernels of steps are compiled. Candidates of the tuner are compiled in the background."""
+    """Returns when the kernels of steps are compiled. Candidates of the tuner are compiled in the background.
+
+    claims: of ranks of this host, which divide the kernels of steps; None: this one compiles them alone.
+    """
     key = _key(model, need, kv_dtype, num_eos, config)
     log.debug("kernels of steps: %s", key)
     if not compiler.has_compiled(key):
-        with torch.inference_mode(), compiler.recording():
+        with torch.inference_mode(), compiler.recording(claims):
             _launch_steps(model, need, kv_dtype, num_eos, config)
         compiler.wait()
         compiler.mark_compiled(key)
@@ -155,7 +160,10 @@ def _launch_tiles(model: Model, tile_rows: Callable[[Tensor], AdapterTiles], hid
     for rows in (*few, *range(MANY_ROWS + 1, min(most, FEW_PAIRS) + 1, LARGE_TILE), most):
         tile_rows(torch.zeros(rows, dtype=torch.int32, device=hidden.device))
     for rows in [one for one in (1, FEW_ROWS + 1, MANY_ROWS + 1) if one <= most]:
-        with model.adapter_rows.meanwhile(torch.zeros(rows, dtype=torch.int32, device=hidden.device)):
+        places = torch.zeros(rows, dtype=torch.int32, device=hidden.device)
+        model.adapter_rows.begin(places)
+        model.logits(hidden.new_zeros(rows, hidden.shape[1]))
+        with model.adapter_rows.meanwhile(places):  # as rows of prompts: products read no tiles before they wait
             model.logits(hidden.new_zeros(rows, hidden.shape[1]))
 
 

@@ -1,8 +1,9 @@
 """CUDA graphs of steps that pool, of a few sizes: launching the kernels of a step may take longer than they run.
 
-A graph holds the forward pass of so many tokens, with room for so many sequences. A step is padded to the smallest size
-that has room for it: rows behind its tokens belong to no sequence that pools, and sequences behind its own are empty or
-padding. A step is eager if no size is so large, or if a size runs longer than a launch and its padding is not small.
+A graph holds the forward pass of so many tokens, with room for so many sequences. A size may have several graphs, whose
+attention differs. A step is padded to the smallest size that fits it: rows behind its tokens belong to no sequence that
+pools, and sequences behind its own are empty or padding. A step is eager if no size is so large, or if a size runs
+longer than a launch and its padding is not small.
 
 What differs between models is the attention: `TextGraphAttention` is that of texts without KV, and of decoders
 `cuda.chunk_graphs` has one over the KV pool.
@@ -53,7 +54,9 @@ class GraphAttention(Protocol):
     """The attention of one size. Its kernels read tensors that stay, which `fill` writes."""
 
     attend: Attend
-    room: int  # sequences of a step at most
+
+    def fits(self, counts: Ints) -> bool:
+        """Whether it can be that of sequences with so many rows each."""
 
     def fill(self, counts: Ints, tables: Integers | None) -> None:
         """Begins a step. counts [sequences]: rows of each. tables [sequences, blocks]: of models with KV, the blocks of
@@ -62,7 +65,9 @@ class GraphAttention(Protocol):
 
 # Runs a computation once, and captures another run. None: it takes more memory than graphs may.
 Capture = Callable[[Callable[[], None]], CapturedForward | None]
-# given the positions of a size [tokens] int64, and the most rows that a sequence may have
+# Of a size: what tells its graphs apart, those first that are quicker where they fit.
+Variants = Callable[[int], Sequence[int]]
+# given the positions of a size [tokens] int64, and the variant
 MakeAttention = Callable[[Tensor, int], GraphAttention]
 # attention of the sequences between these starts, the longest of which has so many tokens
 MakeProduct = Callable[[Tensor, int], PackedProduct]
@@ -92,18 +97,18 @@ class PackedGraphs:
         make_attention: MakeAttention,
         *,
         sizes: Sequence[int],
-        longest: Sequence[int],
+        variants: Variants,
         has_types: bool = False,
     ) -> None:
-        """sizes: numbers of tokens, ascending. longest: a size has a graph for sequences of up to so many rows each."""
+        """sizes: numbers of tokens, ascending."""
         self._model, self._capture, self._make_attention = model, capture, make_attention
-        self._sizes, self._longest, self._has_types = sizes, longest, has_types
+        self._sizes, self._variants, self._has_types = sizes, variants, has_types
         device, self._largest = model.table.device, max(sizes, default=0)
         self._ids, self._positions, self._types = (
             torch.zeros(self._largest, dtype=torch.int64, device=device) for _ in range(3)
         )
         self._hidden: Tensor | None = None  # [largest, hidden], the output of all graphs; None: none is captured
-        self._graphs: dict[tuple[int, int], PackedGraph] = {}  # by size and most rows of a sequence
+        self._graphs: dict[tuple[int, int], PackedGraph] = {}  # by size and variant
 
     def capture(self) -> str:
         """Captures the largest size, and all others that may be useful. Returns a line for the start report.
@@ -159,15 +164,14 @@ class PackedGraphs:
         return self._hidden[:num_tokens].clone()
 
     def _find(self, num_tokens: int, counts: Ints) -> PackedGraph | None:
-        longest = next(most for most in self._longest if most >= counts.max())
-        with_room = (
+        fitting = (
             graph
             for size in self._sizes
             if size >= num_tokens
-            and (graph := self._graphs.get((size, longest))) is not None
-            and graph.attention.room >= len(counts)
+            for variant in self._variants(size)
+            if (graph := self._graphs.get((size, variant))) is not None and graph.attention.fits(counts)
         )
-        graph = next(with_room, None)
+        graph = next(fitting, None)
         return graph if graph is not None and graph.is_worth(num_tokens) else None
 
     def _fill(self, words: Tensor, values: Integers) -> None:
@@ -180,14 +184,12 @@ class PackedGraphs:
         # unlike tokens: the same one in all rows would read few experts of a mixture
         self._ids[:size] = torch.arange(size, device=self._ids.device) % self._model.shape.vocab_size
         types = self._types[:size] if self._has_types else None
-        for i, longest in enumerate(self._longest):
-            if i and self._longest[i - 1] >= size:
-                break
-            attention = self._make_attention(self._positions[:size], longest)
+        for variant in self._variants(size):
+            attention = self._make_attention(self._positions[:size], variant)
             step = Step(self._ids[:size], self._positions[:size], attention.attend, token_types=types)
             captured = self._capture(partial(self._run, step))
             if captured is not None:
-                self._graphs[size, longest] = PackedGraph(size, attention, captured)
+                self._graphs[size, variant] = PackedGraph(size, attention, captured)
                 most_useful = size * USEFUL * captured.launch_s / captured.device_s
         return most_useful
 
@@ -203,15 +205,19 @@ class TextGraphAttention:
 
     def __init__(self, model: Model, make_product: MakeProduct, size: int, longest: int) -> None:
         """size: tokens. longest: of a text."""
-        self.room = min(max(size // TOKENS_OF_A_TEXT, FEWEST_TEXTS), MOST_TEXTS)
+        self._longest, self._room = longest, min(max(size // TOKENS_OF_A_TEXT, FEWEST_TEXTS), MOST_TEXTS)
         self._device, self._link = model.table.device, model.table.link
-        self._starts = torch.full((self.room + 1,), size, dtype=torch.int32, device=self._device)
+        self._starts = torch.full((self._room + 1,), size, dtype=torch.int32, device=self._device)
         self._starts[0] = 0  # as in `TritonPackedProduct`
         self.attend: Attend = PackedAttention(model.shape.attention, make_product(self._starts, longest))
 
+    def fits(self, counts: Ints) -> bool:
+        """Implements `GraphAttention`."""
+        return len(counts) <= self._room and counts.max() <= self._longest
+
     def fill(self, counts: Ints, tables: Integers | None) -> None:
         """Implements `GraphAttention`."""
-        starts = np.full(self.room + 1, counts.sum(), np.int32)
+        starts = np.full(self._room + 1, counts.sum(), np.int32)
         starts[: len(counts) + 1] = np.concatenate([[0], np.cumsum(counts)])
         self._starts.copy_(put(starts, self._device, self._link))
 
@@ -226,11 +232,12 @@ def text_graphs(
 ) -> PackedGraphs:
     """Graphs of a model without KV, not captured. most_tokens: of a step."""
     most = model.shape.max_positions
+    short = min(SHORT, most)
     return PackedGraphs(
         model,
         capture,
         lambda positions, longest: TextGraphAttention(model, make_product, len(positions), longest),
         sizes=[size for size in TEXT_SIZES if size <= most_tokens],
-        longest=sorted({min(SHORT, most), most}),
+        variants=lambda size: (short,) if size <= short or short == most else (short, most),
         has_types=has_types,
     )

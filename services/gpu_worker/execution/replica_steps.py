@@ -9,14 +9,19 @@ import torch
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.execution.device_loop import DeviceSteps, LaunchedStep, StepRequest
 from blockyard.services.gpu_worker.execution.device_slots import DeviceSlots
+from blockyard.services.gpu_worker.execution.ranks.expert_balancer import ExpertBalancer
 from blockyard.services.gpu_worker.parallel.commands import BeginExchange, ServeExperts
 from blockyard.services.gpu_worker.parallel.replicas import ExpertExchange, StepAgreement, StepOffer
 from blockyard.services.gpu_worker.parallel.team import SendCommand
+from blockyard.services.gpu_worker.slots import StepRows
 
 
 @runtime_checkable
 class PaddedSteps(Protocol):
     """Steps whose decodes are padded to the sizes of CUDA graphs, which are the same in all replicas."""
+
+    def most_rows(self, rows: StepRows) -> int:
+        """The most rows that a layer has of such a step."""
 
     def pad(self, num_rows: int | None) -> None:
         """Decodes have so many rows from here on. None: only their own, and no graph computes them."""
@@ -29,10 +34,16 @@ class ReplicaSteps:
     """Implements `DeviceSteps`: a step of `steps` is launched once all replicas know its size."""
 
     def __init__(
-        self, steps: DeviceSteps, exchange: ExpertExchange, agreement: StepAgreement, send: SendCommand | None
+        self,
+        steps: DeviceSteps,
+        exchange: ExpertExchange,
+        agreement: StepAgreement,
+        send: SendCommand | None,
+        balancer: ExpertBalancer | None = None,
     ) -> None:
-        """send: to followers; None: there are none."""
+        """send: to followers; None: there are none. balancer: of experts; None: they stay where they are."""
         self._steps, self._exchange, self._agreement, self._send = steps, exchange, agreement, send
+        self._balancer = balancer
         self._padded = steps if isinstance(steps, PaddedSteps) else None
         self.runs_ahead = steps.runs_ahead
 
@@ -61,7 +72,8 @@ class ReplicaSteps:
         """A step without rows is none of other replicas."""
         if not len(step.rows):
             return self._steps.launch(step)
-        with self._agreed(int(step.rows.counts.sum()), is_decode=not step.rows.has_prefill):
+        num_rows = int(step.rows.counts.sum()) if self._padded is None else self._padded.most_rows(step.rows)
+        with self._agreed(num_rows, is_decode=not step.rows.has_prefill):
             return self._steps.launch(step)
 
     def join(self) -> bool:
@@ -82,6 +94,8 @@ class ReplicaSteps:
         offers = self._agreement.agree(StepOffer(num_rows, is_decode and self._padded is not None))
         most = max(one.num_rows for one in offers)
         is_padded = all(one.is_decode for one in offers)
+        if self._balancer is not None:
+            self._balancer.begin_step()
         if self._padded is not None:
             self._padded.pad(most if is_padded else None)
         if is_padded:

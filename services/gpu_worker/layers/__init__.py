@@ -20,8 +20,9 @@ the checkpoint to memory.
 
 Layers import `quantization/`, `loading/`, `step` and `kernels/`.
 
-A quantization format is added as the docstring of `quantization/formats/` says, a form of quantized weights as that of
-`quantization/kept/`.
+A quantization format is one file in `quantization/formats/`, one line in shared/quantization/table.py and one test: the
+docstring of `quantization/formats/` says what each has. A form of quantized weights is added as that of
+`quantization/kept/` says.
 
 Where a rank's share goes: `LinearSpec.split` and the units of its parts say how a matrix is divided, and `WeightTable`
 takes the share of its `Shard` (parallel/shares.py). A product with `Linear.is_partial` is still to be summed: layers

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.layers.rope_parameters import RopeParameters
+from blockyard.shared.context_length import extended_length
 from blockyard.shared.errors import ConfigError
 
 
@@ -36,7 +37,8 @@ class RotaryEmbedding:
         self.rotary_dim = rope.rotary_dim(head_dim)  # numbers of a head that are rotated, the first ones
         self.factor = check_rotations(rope, head_dim, max_positions)  # of cos and sin
         self._rope, self._head_dim, self._trained_positions = rope, head_dim, max_positions
-        self.max_positions = extended_length(rope, max_positions)
+        trained = rope.original_max_position_embeddings
+        self.max_positions = extended_length(rope.rope_type, rope.factor, trained, max_positions)
         self.rope_type = rope.rope_type
         self._table: Tensor | None = None  # [positions, 1, head_dim / 2] complex64, of each linear factor in turn
         self._query_scales: Tensor | None = None  # [positions, 1, 1]
@@ -140,15 +142,6 @@ class LayerRotations:
         """Looks up the rotation of each layer: positions [tokens]."""
         found = {id(rotary): rotary(positions) for rotary in self._kinds}
         return [found[id(rotary)] if rotary is not None else NO_ROTATION for rotary in self._layers]
-
-
-def extended_length(rope: RopeParameters | None, max_positions: int) -> int:
-    """Returns the length of the longest sequence that the RoPE scaling supports."""
-    if rope is None or rope.factor is None or rope.rope_type not in ("linear", "dynamic", "yarn"):
-        return max_positions
-    if rope.rope_type == "yarn" and rope.original_max_position_embeddings is not None:
-        return max(max_positions, int(rope.original_max_position_embeddings * rope.factor))
-    return int(max_positions * rope.factor)
 
 
 def rotation_table(rope: RopeParameters, head_dim: int, max_positions: int, length: int, divisor: int = 1) -> Tensor:

@@ -75,7 +75,7 @@ TILES_BESIDE_WGMMA: dict[int, tuple[Tile, ...]] = {
     128: ((64, 128, BLOCK, 3, 4),),
     256: ((128, 128, BLOCK, 3, 8),),
 }
-WGMMA_TILES = {32: (32, BLOCK, 6), 64: (64, BLOCK, 5), 256: (128, BLOCK, 4)}  # most rows -> row_tile, in_tile, stages
+WGMMA_TILES = {32: (32, 6), 64: (64, 5), 256: (128, 4)}  # most rows -> row_tile, stages
 BATCH_INVARIANT = (64, 32, BLOCK, 4, 4)  # as in TILES, for any number of rows
 UNPACKED = KernelConfig("unpacked")
 
@@ -116,11 +116,11 @@ class BlockProducts:
     def _of_warp_groups(self, layer: LinearShape, rows: int) -> KernelConfig:
         """With as many parts of each tile as there are multiprocessors for, or one program for each multiprocessor
         where there are more tiles."""
-        row_tile, in_tile, stages = of_rows(rows, WGMMA_TILES)
+        row_tile, stages = of_rows(rows, WGMMA_TILES)
         tiles = ceil_div(layer.out_features, linear_blocks_wgmma.OUT_TILE) * ceil_div(rows, row_tile)
-        split = min(self._processors // tiles, max(layer.in_features // in_tile // FEWEST_BLOCKS, 1))
+        split = min(self._processors // tiles, max(layer.in_features // BLOCK // FEWEST_BLOCKS, 1))
         warps = linear_blocks_wgmma.WARPS
-        return KernelConfig("wgmma", linear_blocks_wgmma.OUT_TILE, row_tile, in_tile, stages, warps, split)
+        return KernelConfig("wgmma", linear_blocks_wgmma.OUT_TILE, row_tile, BLOCK, stages, warps, split)
 
     def _splits(self, layer: LinearShape, rows: int, tiles: tuple[int, int, int, int, int]) -> list[int]:
         """Split-K factors with which one to four programs run on each multiprocessor."""

@@ -237,15 +237,19 @@ def fastest_set(times: Sequence[tuple[Sequence[KernelConfig], float]]) -> list[K
 
 
 def cache_path(
-    device: str, versions: Sequence[str], folder: Path | None = None, environ: Mapping[str, str] = os.environ
+    device: str,
+    versions: Sequence[str],
+    folder: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
+    what: str = "linear",
 ) -> Path:
-    """The path of the cache file for a GPU model and the versions of torch and Triton.
+    """The path of the cache file for a GPU model and the versions of libraries. what: is measured.
 
     It lies in `folder`. None: in the user's cache folder.
     """
     base = folder or Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blockyard"
     name = re.sub(r"[^A-Za-z0-9.+]+", "-", "-".join((device, *versions)))
-    return base / f"linear-{name}.json"
+    return base / f"{what}-{name}.json"
 
 
 def read_cache(path: Path) -> list[TunedConfig]:

@@ -93,15 +93,28 @@ class Tuner:
         self._expert_configs = {rows: some.expert_configs for rows, some in found.items() if some is not None}
         self.missing = [rows for rows in sizes if rows not in self._configs]
         self._num_missing = len(self.missing)
-        measured = (
-            kernel_configs.read_defaults() if self.missing and self._capability == kernel_configs.CAPABILITY else []
-        )
-        for rows in self.missing:
-            self._configs[rows] = [
+        self._configs |= self._defaults(self.missing)
+        self._install()
+
+    def install_alike(self, sizes: Sequence[int]) -> None:
+        """Installs the kernels of few rows that follow from shapes alone, so that layers of equal weights have the same
+        bits on all ranks."""
+        self._configs = {
+            rows: [config if config.kernel == "skinny" else CUBLAS for config in configs]
+            for rows, configs in self._defaults(sizes).items()
+        }
+        self._install()
+
+    def _defaults(self, sizes: Sequence[int]) -> dict[int, list[KernelConfig]]:
+        """The kernels that were measured for similar shapes, by number of rows."""
+        measured = kernel_configs.read_defaults() if sizes and self._capability == kernel_configs.CAPABILITY else []
+        return {
+            rows: [
                 kernel_configs.default_config(measured, layer, rows, self.candidates(layer, rows))
                 for layer in self.layers
             ]
-        self._install()
+            for rows in sizes
+        }
 
     def installed(self, sizes: Sequence[int] | None = None) -> bytes:
         """Returns the kernel configs for these numbers of rows, None for all, for `install_those_of`."""

@@ -105,7 +105,7 @@ def fill_dummy(table: WeightTable, seed: int, progress: Progress, skewed: bool =
         else:
             target = place.target  # a rank's share of the values that one rank would have
             is_made_there = target.device == table.device and place.cut is None
-            made = target if is_made_there else target.new_empty(place.whole_shape(), device=table.device)
+            made = target if is_made_there else target.new_empty(place.whole_shape(table.device), device=table.device)
             is_large = has_large_embedding and dummy_routers.is_embedding(name)
             scale = dummy_routers.EMBEDDING_SCALE if is_large else SCALE
             made.normal_(0.0, scale, generator=generator)  # the same values on every device

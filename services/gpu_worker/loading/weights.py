@@ -66,12 +66,17 @@ class WeightPlace:
         how = after(self.arrange, self.cut)
         return stored if how is None else how(stored)
 
-    def whole_shape(self) -> tuple[int, ...]:
-        """The shape of the target, if it had the shares of all ranks."""
+    def whole_shape(self, device: torch.device) -> tuple[int, ...]:
+        """The shape of the target, if it had the shares of all ranks.
+
+        device: where a whole weight is arranged. Not the meta device: there torch imports its compiler to join
+        tensors, which takes it a second or more.
+        """
         if self.cut is None:
             return tuple(self.target.shape)
-        stored = torch.empty(self.shape, device="meta")
-        return tuple((stored if self.arrange is None else self.arrange(stored)).shape)
+        if self.arrange is None:
+            return self.shape
+        return tuple(self.arrange(torch.empty(self.shape, dtype=self.target.dtype, device=device)).shape)
 
 
 @dataclass(frozen=True, slots=True)

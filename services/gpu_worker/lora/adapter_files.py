@@ -64,7 +64,7 @@ def _map_tensors(path: Path, memory: FileMemory) -> dict[str, Tensor]:
         with safe_open(copied, "pt") as checked:  # it refuses tensors that overlap
             mapped, found = memory.map(), dict[str, Tensor]()
             start = LENGTH_BYTES + int.from_bytes(mapped[:LENGTH_BYTES], "little")
-            for name, entry in read_header(copied).items():
+            for name, entry in read_header(copied, path.name).items():
                 dtype, count = MAPPED.get(entry.dtype), torch.Size(entry.shape).numel()
                 first = start + entry.data_offsets[0]
                 if dtype is None or not count or first % ALIGNED_BYTES:
@@ -73,13 +73,13 @@ def _map_tensors(path: Path, memory: FileMemory) -> dict[str, Tensor]:
                 found[name] = torch.frombuffer(mapped, dtype=dtype, count=count, offset=first).view(entry.shape)
             return found
     except (SafetensorError, KeyError, ValueError, RuntimeError, OSError) as e:
-        raise AdapterError(f"{path} is not a safetensors file: {first_line(e)}") from e
+        raise AdapterError(f"{path.name} is not a safetensors file: {first_line(e)}") from e
 
 
 def _added_rows(path: Path, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The rows under names of tensors of an adapter. Raises AdapterError."""
     if unknown := sorted(found.keys() - CONTINUED.keys()):
-        raise AdapterError(f"{path}: these tensors are not known: {listed(unknown)}")
+        raise AdapterError(f"{path.name}: these tensors are not known: {listed(unknown)}")
     return {f"{CONTINUED[name]}.{ADDED}": rows for name, rows in found.items()}
 
 
@@ -97,20 +97,20 @@ def read_tensors(path: Path, content: bytes) -> Mapping[str, Tensor]:
         try:
             return load_safetensors(content)
         except (SafetensorError, KeyError, ValueError, RuntimeError) as e:
-            raise AdapterError(f"{path} is not a safetensors file: {first_line(e)}") from e
+            raise AdapterError(f"{path.name} is not a safetensors file: {first_line(e)}") from e
     try:
         # `weights_only` reads tensors and nothing that could run code; from memory, because the bytes are hashed
         found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except _NOT_PLAIN as e:  # whose text advises to read it without `weights_only`
-        raise AdapterError(f"{path} is damaged, or has other objects than tensors: it is not read") from e
+        raise AdapterError(f"{path.name} is damaged, or has other objects than tensors: it is not read") from e
     except (RuntimeError, EOFError, ValueError, KeyError) as e:
-        raise AdapterError(f"{path} cannot be read by torch.load: {first_line(e)}") from e
+        raise AdapterError(f"{path.name} cannot be read by torch.load: {first_line(e)}") from e
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise AdapterError(f"{path} has to be a dictionary of tensors")
+        raise AdapterError(f"{path.name} has to be a dictionary of tensors")
     try:
         return {str(name): value.contiguous() for name, value in found.items()}
     except RuntimeError as e:  # a sparse one, or a view that repeats few values
-        raise AdapterError(f"{path} has a tensor that is no plain matrix: {first_line(e)}") from e
+        raise AdapterError(f"{path.name} has a tensor that is no plain matrix: {first_line(e)}") from e
 
 
 def first_line(error: Exception) -> str:

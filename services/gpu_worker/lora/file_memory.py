@@ -45,17 +45,17 @@ class FileMemory:
                 size = os.fstat(file.fileno()).st_size
                 head = LENGTH_BYTES + int.from_bytes(os.pread(file.fileno(), LENGTH_BYTES, 0), "little")
                 if head > min(size, LENGTH_BYTES + MAX_HEADER_BYTES):
-                    raise AdapterError(f"{path} is not a safetensors file: its header would end at byte {head}")
+                    raise AdapterError(f"{path.name} is not a safetensors file: its header would end at byte {head}")
                 more = -head % ALIGNED_BYTES
                 starts = [0, *range(head, size, PIECE_BYTES)]
                 with ThreadPoolExecutor(max(threads, 1)) as pool:
                     copy = functools.partial(self._copy_piece, file, more)
                     found = list(pool.map(copy, starts, [*starts[1:], size]))
         except OSError as e:
-            raise AdapterError(f"{path} cannot be read: {e.strerror or e}") from e
+            raise AdapterError(f"{path.name} cannot be read: {e.strerror or e}") from e
         done = sum(length for length, _ in found)
         if done != size:
-            raise AdapterError(f"{path} had {size} bytes and {done} could be read: it changes")
+            raise AdapterError(f"{path.name} had {size} bytes and {done} could be read: it changes")
         os.pwrite(self.descriptor, (head - LENGTH_BYTES + more).to_bytes(LENGTH_BYTES, "little"), 0)
         os.pwrite(self.descriptor, b" " * more, head)
         self.size_bytes = size + more

@@ -10,7 +10,7 @@ from blockyard.services.gpu_worker.lora.targets import Delta
 from blockyard.services.gpu_worker.lora.token_rows import TokenDeltas
 from blockyard.shared.messages import AddedToken
 
-Deltas = Mapping[int, Sequence[Delta]]  # by the index in `targets.adapted_layers`
+Deltas = dict[int, list[Delta]]  # by the index in `targets.adapted_layers`
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class AdapterPlaces(Protocol):
 
     def prepare(self, adapter: HostAdapter) -> Generator[bool, None, HostAdapter]:
         """Moves an adapter to the host memory that `put` takes, in pieces between steps. Yields whether the next piece
-        can be computed now, or waits for a thread. Raises AdapterError."""
+        can be computed now, or waits for a thread. May take the deltas out of the adapter. Raises AdapterError."""
 
     def put(self, place: int, adapter: HostAdapter) -> None:
         """The adapter of the plans that are launched from here on. No step in flight reads the place."""

@@ -51,7 +51,7 @@ def read_modules(folder: Path, limits: AdapterLimits, threads: int = 1) -> ReadM
             _check_limits(module, limits)
             module.convert(limits.dtype)
     except AdapterError as e:
-        raise AdapterError(f"{files.weights_path}: {e}") from e
+        raise AdapterError(f"{files.weights_path.name}: {e}") from e
     return ReadModules(files.config, modules, files.digest, files.notes, memory=files.memory)
 
 

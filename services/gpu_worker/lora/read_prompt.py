@@ -39,7 +39,7 @@ def read_prompt(folder: Path, limits: PromptLimits) -> ReadPrompt:
     content, config, notes = read_prompt_config(folder)
     if config.num_virtual_tokens > limits.max_tokens:
         raise AdapterError(
-            f"{folder}: num_virtual_tokens is {config.num_virtual_tokens}; at most {limits.max_tokens} are served "
+            f"num_virtual_tokens is {config.num_virtual_tokens}; at most {limits.max_tokens} are served "
             "(--max-prompt-adapter-token, and less than the model's context)"
         )
     path, width = weights_file(folder), limits.width
@@ -47,15 +47,17 @@ def read_prompt(folder: Path, limits: PromptLimits) -> ReadPrompt:
     weights = read_whole(path, most_numbers * LARGEST_BYTES + OTHER_BYTES)
     tensors = read_tensors(path, weights)
     if unknown := sorted(tensors.keys() - {TENSOR}):
-        raise AdapterError(f"{path} has {unknown[0]}, which no prompt adapter has")
+        raise AdapterError(f"{path.name} has {unknown[0]}, which no prompt adapter has")
     if (vectors := tensors.get(TENSOR)) is None:
-        raise AdapterError(f"{path} has no {TENSOR}")
+        raise AdapterError(f"{path.name} has no {TENSOR}")
     if vectors.dim() != 2 or vectors.shape[1] != width:
-        raise AdapterError(f"{path}: {TENSOR} has the shape {list(vectors.shape)}; the model's embeddings have {width}")
+        raise AdapterError(
+            f"{path.name}: {TENSOR} has the shape {list(vectors.shape)}; the model's embeddings have {width}"
+        )
     if len(vectors) != config.num_virtual_tokens:
         num = config.num_virtual_tokens
-        raise AdapterError(f"{path}: {TENSOR} has {len(vectors)} rows, num_virtual_tokens is {num}")
+        raise AdapterError(f"{path.name}: {TENSOR} has {len(vectors)} rows, num_virtual_tokens is {num}")
     vectors = vectors.to(limits.dtype)
     if not torch.isfinite(vectors).all():
-        raise AdapterError(f"{path}: {TENSOR} has numbers that are not finite")
+        raise AdapterError(f"{path.name}: {TENSOR} has numbers that are not finite")
     return ReadPrompt(vectors, digest_of(content, weights), notes)

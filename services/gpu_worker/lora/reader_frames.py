@@ -66,16 +66,23 @@ class ModulePlaces(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class FolderRead(ControlFrame, frozen=True):
-    """An adapter, checked as far as it can be without the model."""
+    """An adapter, checked as far as it can be without the model. Its modules follow."""
 
     job: int
     descriptor: int  # of the memory, in the reader
     size_bytes: int
     digest: bytes
     config: AdapterConfig
-    modules: list[ModulePlaces]
+    num_modules: int
     notes: list[str]
     texts: AdapterTexts | None = None
+
+
+class ModulesRead(ControlFrame, frozen=True):
+    """Some modules of an adapter. It is whole with the last of `num_modules`."""
+
+    job: int
+    modules: list[ModulePlaces]
 
 
 class PromptRead(ControlFrame, frozen=True):
@@ -86,6 +93,13 @@ class PromptRead(ControlFrame, frozen=True):
     notes: list[str]
 
 
+class FolderBegun(ControlFrame, frozen=True):
+    """A thread reads an adapter. Sent again once the size is known."""
+
+    job: int
+    size_bytes: int = 0  # of its weights
+
+
 class FolderRefused(ControlFrame, frozen=True):
     """A broken adapter."""
 
@@ -94,7 +108,7 @@ class FolderRefused(ControlFrame, frozen=True):
 
 
 ToReader = ReaderSettings | ReadFolder | MemoryMapped
-FromReader = FolderRead | PromptRead | FolderRefused
+FromReader = FolderBegun | FolderRead | ModulesRead | PromptRead | FolderRefused
 
 
 def store_modules(modules: Sequence[ModuleTensors], memory: FileMemory) -> list[ModulePlaces]:
@@ -110,19 +124,31 @@ def store_modules(modules: Sequence[ModuleTensors], memory: FileMemory) -> list[
     return places
 
 
-def map_modules(path: str, read: FolderRead) -> list[ModuleTensors]:
-    """Returns tensors in the memory at a path. Raises OSError if it is gone."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        memory = mmap.mmap(descriptor, read.size_bytes)
-    finally:
-        os.close(descriptor)
-    modules = []
-    for places in read.modules:
-        module = ModuleTensors(places.name, places.scale, is_stack=places.is_stack)
-        for one in places.tensors:
-            dtype, count = getattr(torch, one.dtype), torch.Size(one.shape).numel()
-            tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=one.start) if count else torch.empty(0)
-            setattr(module, one.field, tensor.view(one.shape))
-        modules.append(module)
-    return modules
+class ArrivingModules:
+    """The modules of one adapter, as their frames come."""
+
+    def __init__(self, path: str, read: FolderRead) -> None:
+        """path: of the memory. Raises OSError if it is gone."""
+        self.read, self.modules = read, list[ModuleTensors]()
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._memory = mmap.mmap(descriptor, read.size_bytes)
+        finally:
+            os.close(descriptor)
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.modules) == self.read.num_modules
+
+    def add(self, frame: ModulesRead) -> None:
+        for places in frame.modules:
+            module = ModuleTensors(places.name, places.scale, is_stack=places.is_stack)
+            for one in places.tensors:
+                setattr(module, one.field, self._tensor(one))
+            self.modules.append(module)
+
+    def _tensor(self, one: TensorPlace) -> torch.Tensor:
+        dtype, count = getattr(torch, one.dtype), torch.Size(one.shape).numel()
+        if not count:
+            return torch.empty(one.shape)
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=one.start).view(one.shape)

@@ -28,10 +28,12 @@ from blockyard.services.gpu_worker.lora.added_tokens.tokenizer_check import Toke
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, read_modules
 from blockyard.services.gpu_worker.lora.read_prompt import PromptLimits, read_prompt
 from blockyard.services.gpu_worker.lora.reader_frames import (
+    FolderBegun,
     FolderRead,
     FolderRefused,
     FromReader,
     MemoryMapped,
+    ModulesRead,
     PromptRead,
     ReaderSettings,
     ReadFolder,
@@ -47,6 +49,9 @@ log = logging.getLogger(__name__)
 NICENESS = 5  # steps come first
 GIB = 1 << 30
 CPU_S_A_GIB = 20  # of weights, beside what any adapter may take
+SLOW_S = 2.0  # after which a folder seems to wait for a disk, and another one is read beside it
+MODULES_A_FRAME = 128  # which the worker takes between two steps
+MOST_SLOW = 8  # such folders: a disk that hangs holds a thread of each until the process is ended
 
 
 def main(arguments: list[str]) -> None:
@@ -66,7 +71,9 @@ def serve(frames: FrameSocket[ToReader]) -> None:
     while frames.is_open:
         threads.limit_cpu_time()
         sock = frames.sock.fileno()
-        select.select([sock, threads.wakes], [sock] if frames.has_unsent else [], [])
+        wait_s = SLOW_S if threads.is_busy else None
+        select.select([sock, threads.wakes], [sock] if frames.has_unsent else [], [], wait_s)
+        threads.add_for_slow_folders()
         for frame in frames.receive():
             if isinstance(frame, ReaderSettings):
                 threads.start(frame)
@@ -86,15 +93,32 @@ class ReaderThreads:
         self._asked: SimpleQueue[ReadFolder] = SimpleQueue()
         self._answers: SimpleQueue[FromReader] = SimpleQueue()
         self._cpu_s = 0  # 0: there are no settings yet
-        self._sizes: dict[int, int] = {}  # bytes of the weights that are read, by job
+        self._sizes: dict[int, int] = {}  # bytes of the weights that are read, by job; 0: not known
+        self._began_s: dict[int, float] = {}  # by job
+        self._num_threads = self._num_usual = 0
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._began_s)
 
     def start(self, settings: ReaderSettings) -> None:
         """Call it before the first `ask`."""
         self._cpu_s = settings.cpu_s
         check = TokenizerCheck(settings.tokenizer_path) if settings.tokenizer_path else None
-        columns = limits_of(settings), prompt_limits_of(settings), check, settings.threads
-        for _ in range(settings.threads):
-            threading.Thread(target=self._read, args=columns, daemon=True).start()
+        self._columns = limits_of(settings), prompt_limits_of(settings), check, settings.threads
+        self._num_usual = settings.threads
+        self._add_threads(settings.threads)
+
+    def add_for_slow_folders(self) -> None:
+        """Others are not to wait for a folder whose disk is slow or hangs."""
+        now = time.monotonic()
+        slow = sum(now - began_s >= SLOW_S for began_s in self._began_s.values())
+        self._add_threads(self._num_usual + min(slow, MOST_SLOW) - self._num_threads)
+
+    def _add_threads(self, number: int) -> None:
+        for _ in range(number):
+            threading.Thread(target=self._read, args=self._columns, daemon=True).start()
+            self._num_threads += 1
 
     def limit_cpu_time(self) -> None:
         """From here on, for all threads: the pattern of a config may hold the lock of the interpreter for ever."""
@@ -104,8 +128,6 @@ class ReaderThreads:
             resource.setrlimit(resource.RLIMIT_CPU, (soft if hard < 0 else min(soft, hard), hard))
 
     def ask(self, folder: ReadFolder) -> None:
-        with contextlib.suppress(AdapterError, OSError):  # which is answered when it is read
-            self._sizes[folder.job] = weights_file(Path(folder.path)).stat().st_size
         self._asked.put(folder)
 
     def take(self) -> list[FromReader]:
@@ -114,8 +136,13 @@ class ReaderThreads:
         found: list[FromReader] = []
         with contextlib.suppress(Empty):
             while True:
-                found.append(self._answers.get_nowait())
-                self._sizes.pop(found[-1].job, None)
+                found.append(frame := self._answers.get_nowait())
+                if isinstance(frame, FolderBegun):
+                    self._began_s.setdefault(frame.job, time.monotonic())
+                    self._sizes[frame.job] = frame.size_bytes
+                elif not isinstance(frame, ModulesRead):
+                    self._began_s.pop(frame.job, None)
+                    self._sizes.pop(frame.job, None)
         return found
 
     def _read(
@@ -123,8 +150,16 @@ class ReaderThreads:
     ) -> None:
         torch.set_num_threads(1)  # of this thread
         while True:
-            self._answers.put(answer(self._asked.get(), limits, prompts, check, threads))
-            os.eventfd_write(self.wakes, 1)
+            asked = self._asked.get()
+            self._say(FolderBegun(asked.job))
+            with contextlib.suppress(AdapterError, OSError):  # which is answered when it is read
+                self._say(FolderBegun(asked.job, weights_file(Path(asked.path)).stat().st_size))
+            self._say(*answer(asked, limits, prompts, check, threads))
+
+    def _say(self, *frames: FromReader) -> None:
+        for frame in frames:
+            self._answers.put(frame)
+        os.eventfd_write(self.wakes, 1)
 
 
 def limits_of(frame: ReaderSettings) -> AdapterLimits:
@@ -147,7 +182,7 @@ def answer(
     prompts: PromptLimits | None = None,
     check: TokenizerCheck | None = None,
     threads: int = 1,
-) -> FromReader:
+) -> list[FromReader]:
     """prompts: None: no prompt adapter is asked for. check: of tokenizers in folders; None: they are not read.
 
     threads: of each file of weights.
@@ -157,7 +192,7 @@ def answer(
             assert prompts is not None
             found = read_prompt(Path(asked.path), prompts)
             vectors = found.vectors.contiguous().view(torch.uint8).numpy().tobytes()
-            return PromptRead(asked.job, vectors, list(found.vectors.shape), found.digest, found.notes)
+            return [PromptRead(asked.job, vectors, list(found.vectors.shape), found.digest, found.notes)]
         read = read_modules(Path(asked.path), limits, threads)
         memory, digest = read.memory, read.digest
         assert memory is not None
@@ -165,14 +200,15 @@ def answer(
         texts = None if check is None else check.read(Path(asked.path))
         if texts is not None and texts.digest:  # other texts of the same weights are another adapter
             digest = digest_of(digest, texts.digest)
-        return FolderRead(
-            asked.job, os.dup(memory.descriptor), memory.size_bytes, digest, read.config, places, read.notes, texts
-        )
+        columns = (memory.size_bytes, digest, read.config, len(places), read.notes, texts)
+        parts = [places[i : i + MODULES_A_FRAME] for i in range(0, len(places), MODULES_A_FRAME)]
+        whole = FolderRead(asked.job, os.dup(memory.descriptor), *columns)
+        return [whole, *(ModulesRead(asked.job, part) for part in parts)]
     except AdapterError as e:
-        return FolderRefused(asked.job, str(e))
+        return [FolderRefused(asked.job, str(e))]
     except Exception as e:  # a broken folder is no reason to end the process
         log.exception("adapter %s cannot be read", asked.path)
-        return FolderRefused(asked.job, f"{asked.path}: {e!r}")
+        return [FolderRefused(asked.job, f"it cannot be read: {type(e).__name__}")]
 
 
 if __name__ == "__main__":

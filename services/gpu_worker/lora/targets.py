@@ -1,7 +1,7 @@
 """The layers of a model under the names of their modules, and what an adapter's matrices become there."""
 
 import re
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -137,21 +137,29 @@ class ModelTargets:
         return [*self._all, *self._num_experts, *self.tokens.names()]
 
     def arrange(
-        self, modules: Sequence[ModuleTensors], dtype: torch.dtype, config: AdapterConfig, max_rank: int = MAX_RANK
+        self, modules: list[ModuleTensors], dtype: torch.dtype, config: AdapterConfig, max_rank: int = MAX_RANK
     ) -> Generator[bool, None, dict[int, list[Delta]]]:
         """Returns the deltas of each layer by its index, in `dtype`, one matrix at a time. Raises AdapterError.
 
-        max_rank: of one expert of a stack. Modules of layers that other ranks have are left to them.
+        modules: are taken out of the list. max_rank: of one expert of a stack. Modules of layers that other ranks have
+        are left to them.
         """
-        if not self._table.adapts_experts and (of_experts := [one.name for one in modules if _is_of_experts(one)]):
-            raise AdapterError(
-                f"the adapter changes experts, such as {of_experts[0]}: with --enable-eplb, or with both "
-                "--enable-expert-parallel and --data-parallel-size, workers serve adapters of other layers"
-            )
-        if missing := [module.name for module in modules if not self._has(module)]:
+        missing = list[str]()
+        for module in modules:
+            if not self._table.adapts_experts and _is_of_experts(module):
+                raise AdapterError(
+                    f"the adapter changes experts, such as {module.name}: with --enable-eplb, or with both "
+                    "--enable-expert-parallel and --data-parallel-size, workers serve adapters of other layers"
+                )
+            if not self._has(module):
+                missing.append(module.name)
+            yield True
+        if missing:
             raise AdapterError(f"this model has no layer for {listed(missing)}")
         found: dict[int, list[Delta]] = {}
-        for module in modules:
+        modules.reverse()
+        while modules:
+            module = modules.pop()
             if module.is_stack:
                 for layer, delta in self._stack_deltas(module, dtype, config, max_rank):
                     found.setdefault(layer, []).append(delta)

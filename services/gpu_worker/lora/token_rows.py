@@ -73,17 +73,25 @@ class TokenTargets:
         self._head, self._head_name, self._head_layer = None, "", None
         if head is not None:
             self._head_name, self._head_layer, self._head = bare(head.name), head.layer, head.linear
+        own_name = "" if self._embedding is None else bare(self._embedding.name)
+        self._adding = {OF_EMBEDDING, own_name}, {OF_HEAD, self._head_name}  # names of modules of each
 
     def names(self) -> list[str]:
         return [] if self._embedding is None else [self._embedding.name]
 
+    def may_add(self, module: str) -> bool:
+        """Whether a module of this name may have rows of tokens that the adapter adds."""
+        return any(bare(module) in names for names in self._adding)
+
     def cut_added(self, modules: Sequence[ModuleTensors], config: AdapterConfig, most: int) -> AddedRows | None:
-        """Takes the rows of tokens that the adapter adds out of its modules. most: such tokens. Raises AdapterError."""
+        """Takes the rows of tokens that the adapter adds out of its modules. Raises AdapterError.
+
+        modules: those that may have them. most: such tokens.
+        """
         embedding = self._embedding
         if embedding is None:
             return None
-        names = {OF_EMBEDDING, bare(embedding.name)}, {OF_HEAD, self._head_name}
-        of_embedding, of_head = ([one for one in modules if bare(one.name) in of_one] for of_one in names)
+        of_embedding, of_head = ([one for one in modules if bare(one.name) in names] for names in self._adding)
         is_tied = embedding.has_tied_head and self._head is not None
         added = cut_added(of_embedding, of_head, TokenMatrix(*_shape(embedding)), config, is_tied=is_tied)
         if added is None:

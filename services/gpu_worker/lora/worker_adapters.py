@@ -8,9 +8,10 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
 from blockyard.services.gpu_worker.interfaces import LoadedAdapter
+from blockyard.services.gpu_worker.lora.module_tensors import ModuleTensors
 from blockyard.services.gpu_worker.lora.places import AdapterPlaces, HostAdapter
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, ReadModules
-from blockyard.services.gpu_worker.lora.reader_client import AdapterReader
+from blockyard.services.gpu_worker.lora.reader_client import AdapterReader, NotRead
 from blockyard.services.gpu_worker.lora.targets import ModelTargets
 from blockyard.shared.errors import AdapterError
 from blockyard.shared.messages import AdapterPlaced, AddedToken
@@ -36,11 +37,21 @@ class _Arranged:
 def arrange_modules(
     read: ReadModules, targets: ModelTargets, limits: AdapterLimits
 ) -> Generator[bool, None, HostAdapter]:
-    """Brings an adapter into the order of a model's products, module by module. Raises AdapterError."""
-    added = targets.tokens.cut_added(read.modules, read.config, limits.max_rows)
-    modules = [module for module in read.modules if module.tensors()]
-    of_tokens = [module for module in modules if module.is_of_tokens]
-    others = [module for module in modules if not module.is_of_tokens]
+    """Brings an adapter into the order of a model's products, module by module. Raises AdapterError.
+
+    Takes the modules out of `read`: as many tensors as a mixture has would take long to free at once.
+    """
+    adding, of_tokens, others = list[ModuleTensors](), list[ModuleTensors](), list[ModuleTensors]()
+    for module in read.modules:
+        if targets.tokens.may_add(module.name):
+            adding.append(module)
+        yield True
+    added = targets.tokens.cut_added(adding, read.config, limits.max_rows)
+    read.modules.reverse()
+    while read.modules:
+        if (module := read.modules.pop()).tensors():
+            (of_tokens if module.is_of_tokens else others).append(module)
+        yield True
     deltas = yield from targets.arrange(others, limits.dtype, read.config, limits.max_rank)
     tokens = targets.tokens.arrange(of_tokens, read.config, limits.dtype, limits.max_rows, added)
     factor, max_len = targets.long_context(read.config.context_length)
@@ -105,8 +116,8 @@ class WorkerAdapters:
             if asked is None:
                 continue  # it was asked for before a reset
             adapter, path = asked
-            if isinstance(read, str):
-                done.append(LoadedAdapter(adapter, error=read, job=job))
+            if isinstance(read, NotRead):
+                done.append(LoadedAdapter(adapter, error=read.cause, status=read.status, job=job))
             else:
                 self._arranged.append(_Arranged(job, adapter, path, read.notes, self._pieces(read)))
         now_s = time.monotonic()
@@ -151,7 +162,7 @@ class WorkerAdapters:
                 job=one.job,
             )
         except AdapterError as e:
-            return LoadedAdapter(one.adapter, error=f"{one.path}: {e}", job=one.job)
+            return LoadedAdapter(one.adapter, error=str(e), job=one.job)
         except Exception as e:  # a broken adapter is no reason to end the worker
-            log.exception("an adapter cannot be arranged")
-            return LoadedAdapter(one.adapter, error=repr(e), job=one.job)
+            log.exception("adapter %s cannot be arranged", one.path)
+            return LoadedAdapter(one.adapter, error=f"it cannot be arranged: {type(e).__name__}", job=one.job)

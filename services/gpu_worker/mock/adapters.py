@@ -42,7 +42,7 @@ class MockAdapters:
         broken = {adapter for adapter, path, _ in asked if path.endswith(BROKEN)}
         self.held.update((adapter, path) for adapter, path, _ in asked if adapter not in broken)
         return [
-            LoadedAdapter(adapter, error=f"{path} is broken")
+            LoadedAdapter(adapter, error="it is broken")
             if adapter in broken
             else LoadedAdapter(adapter, mock_digest(path), num_virtual_tokens=VIRTUAL_TOKENS if is_prompt else 0)
             for adapter, path, is_prompt in asked

@@ -6,12 +6,11 @@
 - `RankGroup`: the collectives of a group of ranks: gloo between CPUs, NCCL between GPUs. `RankGroups`: those of a rank.
 - `collectives`: what carries them. Ranks that share a GPU, for checks, exchange through host memory, or if there are
   two by kernels (`peer_collectives`).
-- `PeerMemory`: buffers of GPUs of one host that kernels of all ranks write to (kernels/all_reduce). `PeerSums` sums by
-  these kernels, or by torch's (`SymmetricSums`), where `sum_table` says that they are quicker than NCCL: the leader
-  measures it at the start (`SumMeasurement`).
+- `PeerMemory`: buffers of GPUs of one host that kernels of all ranks write to (kernels/all_reduce). `sums/` sums by
+  these kernels, or by torch's, where they are quicker than NCCL.
 - `StageLink`: carries the rows of a step from a stage to the next.
-- `ExpertExchange`: the layers of a rank whose experts are spread over replicas, and the group in which they exchange
-  rows. `replicas`: how replicas agree on each step.
+- `ExpertExchange`: the layers of a rank whose experts are spread over replicas, and the groups in which they exchange
+  rows and experts. `replicas`: how replicas agree on each step.
 - `loading_slots`: bounds the ranks of a host that load at a time.
 
 How a layer gets a rank's share: the docstring of `layers`. Each rank computes a share of every layer of its stage.

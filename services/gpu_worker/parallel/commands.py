@@ -72,6 +72,7 @@ class Begin(Frame, frozen=True):
 
     stage_layers: list[int]  # number of layers of each pipeline stage; empty: there is one
     replica_folder: str = ""  # where ranks of other replicas meet those of this one; empty: each has all experts
+    replica_store: str = ""  # host and port of torch's store where they do; empty: all of them are on one host
 
 
 class BeginExchange(Frame, frozen=True):
@@ -180,10 +181,6 @@ class InstallKernels(Frame, frozen=True):
     """Use the kernels that the leader has measured, for numbers of rows."""
 
     tuned: bytes  # see `Tuner.installed`
-
-
-class Meet(Frame, frozen=True):
-    """Wait until all ranks have come so far."""
 
 
 class DropGraph(Frame, frozen=True):
@@ -352,6 +349,7 @@ class AdapterRead(Frame, frozen=True):
     digest: bytes = b""
     size_bytes: int = 0  # of the rank's part
     error: str = ""
+    status: int = 400  # HTTP status of the error
 
 
 class LifeSign(Frame, frozen=True):
@@ -382,7 +380,6 @@ Command = (
     | BeginGraph
     | EndGraph
     | ReplayGraph
-    | Meet
     | DropGraph
     | ReceiveChanges
     | TakeChanges

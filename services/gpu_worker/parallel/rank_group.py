@@ -71,6 +71,7 @@ class RankGroup:
         self.is_leader = shard.rank == LEADER
         self._group, self._sums_in_order = collectives, sums_in_order
         self._is_alone, self.host_waits, self.shares_gpu = False, host_waits, shares_gpu
+        self.folder = Path()  # of its ranks of this host alone, on GPUs
         self.kernels: SumKernels | None = None  # the same on all ranks; None: the transport sums
         self._summed, self._from_leader = _dist.AllreduceOptions(), _dist.BroadcastOptions()
         self._from_leader.rootRank = LEADER

@@ -8,11 +8,11 @@ groups, one without rows of its own only serves those of others. Nobody computes
 """
 
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from blockyard.services.gpu_worker.parallel.meeting import Meeting
-from blockyard.services.gpu_worker.parallel.shares import Shard, over_replicas, share
+from blockyard.services.gpu_worker.parallel.shares import Shard, over_replicas
 from blockyard.shared.messages.base import Frame
 
 if TYPE_CHECKING:
@@ -34,6 +34,10 @@ class ReplicaPeers(Protocol):
     def connect(self, connect: Connect) -> "RankGroup":
         """Returns their group. Waits for the others the first time. Raises RankLostError."""
 
+    def connect_stage(self, connect: Connect, shard: Shard, stage: int) -> "RankGroup":
+        """Returns the group of all ranks of all replicas that have layers of a stage. shard: this one's in its
+        replica."""
+
 
 class StepAgreement(ReplicaPeers, Protocol):
     """The leaders of all replicas, as one of them sees them."""
@@ -49,15 +53,22 @@ class StepAgreement(ReplicaPeers, Protocol):
 class ReplicaRanks:
     """Implements `ReplicaPeers`."""
 
-    def __init__(self, folder: Path, replica: Shard, rank: int) -> None:
-        """folder: where all of them meet. replica: this one. rank: in its replica."""
-        self._folder, self._replica, self._rank = folder, replica, rank
-        self._group: RankGroup | None = None
+    def __init__(self, meeting: Meeting, replica: Shard, rank: int) -> None:
+        """meeting: of all of them. replica: this one. rank: in its replica."""
+        self._meeting, self._replica, self._rank = meeting, replica, rank
+        self._groups: dict[str, RankGroup] = {}
 
     def connect(self, connect: Connect) -> "RankGroup":
-        if self._group is None:
-            self._group = connect(self._replica, Meeting(self._folder), f"rank-{self._rank}")
-        return self._group
+        return self._connect(connect, self._replica, f"rank-{self._rank}")
+
+    def connect_stage(self, connect: Connect, shard: Shard, stage: int) -> "RankGroup":
+        return self._connect(connect, over_replicas(shard, self._replica), f"stage-{stage}")
+
+    def _connect(self, connect: Connect, shard: Shard, name: str) -> "RankGroup":
+        if name not in self._groups:
+            self._groups[name] = connect(shard, self._meeting, name)
+            self._meeting = replace(self._meeting, listener=None)  # the first group's store serves the others, too
+        return self._groups[name]
 
 
 class ServingLayer(Protocol):
@@ -70,9 +81,10 @@ class ServingLayer(Protocol):
 class ExpertExchange:
     """The layers of a rank whose experts are spread over replicas, and what they know of a step."""
 
-    def __init__(self, group: "RankGroup", shard: Shard) -> None:
-        """group: ranks with the same place in all replicas. shard: the place."""
-        self.group, self._shard = group, shard
+    def __init__(self, group: "RankGroup", shard: Shard, of_stage: "RankGroup | None" = None) -> None:
+        """group: ranks with the same place in all replicas. shard: the place. of_stage: all ranks that have experts of
+        the same layers, by `over_replicas`, if experts move."""
+        self.group, self.of_stage, self._shard = group, of_stage, shard
         self.num_rows: int | None = None  # of a step in each replica, with padding; None: as many as here
         self._layers: list[ServingLayer] = []
 
@@ -80,10 +92,10 @@ class ExpertExchange:
         """Adds the layer behind those that there are."""
         self._layers.append(layer)
 
-    def owned(self, num_experts: int) -> list[range]:
-        """Returns which of a layer's experts each rank of the group has."""
-        shards = (over_replicas(self._shard, Shard(i, self.group.size)) for i in range(self.group.size))
-        return [share(num_experts, one) for one in shards]
+    @property
+    def owners(self) -> list[int]:
+        """The ranks of the group, among all that have experts of a layer."""
+        return [over_replicas(self._shard, Shard(i, self.group.size)).rank for i in range(self.group.size)]
 
     def sends_rows(self, top_k: int) -> bool:
         """Whether a row goes only to the ranks that have one of its `top_k` experts, and not to all.

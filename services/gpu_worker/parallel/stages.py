@@ -44,6 +44,9 @@ def place_of(rank: int, tensor_size: int, num_stages: int) -> RankPosition:
     return RankPosition(rank, tensor_size * num_stages, Shard(rank % tensor_size, tensor_size), stage, num_stages)
 
 
+ONLY_RANK = place_of(0, 1, 1)
+
+
 def rank_at(place: RankPosition, stage: int) -> int:
     """Returns the rank with the same shard in another stage."""
     return (stage + 1) % place.num_stages * place.shard.size + place.shard.rank

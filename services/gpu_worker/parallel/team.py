@@ -97,10 +97,11 @@ def connect_groups(
     stores, of_all = GroupStores(meeting), Shard(place.rank, place.num_ranks)
     everyone, tensor = make(of_all, stores, "ranks"), None
     beside_steps = make(of_all, stores, "beside-steps") if runs_ahead else None
-    if beside_steps is not None:
-        beside_steps.least(0)  # NCCL takes its memory with the first collective, and KV blocks take what is left
     if place.num_stages == 1:
         tensor = everyone
     elif place.shard.size > 1:
         tensor = make(place.shard, stores, f"stage-{place.stage}")
+    if beside_steps is not None:
+        for group in (everyone, beside_steps):
+            group.least(0)  # NCCL takes its memory with the first collective, and KV blocks take what is left
     return RankGroups(place, everyone, tensor, beside_steps)

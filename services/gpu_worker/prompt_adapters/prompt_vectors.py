@@ -10,7 +10,7 @@ from torch import Tensor
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.host_link import HostLink, put
 from blockyard.services.gpu_worker.interfaces import LoadedAdapter
-from blockyard.services.gpu_worker.lora.reader_client import AdapterReader
+from blockyard.services.gpu_worker.lora.reader_client import AdapterReader, NotRead
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.services.gpu_worker.step import InputVectors
 from blockyard.shared.messages import SlotStart
@@ -56,8 +56,8 @@ class PromptVectors:
             adapter = self._asked.pop(job, None)
             if adapter is None:
                 continue  # it was asked for before a reset
-            if isinstance(read, str):
-                done.append(LoadedAdapter(adapter, error=read))
+            if isinstance(read, NotRead):
+                done.append(LoadedAdapter(adapter, error=read.cause, status=read.status))
                 continue
             vectors = self._link.host_tensor(read.vectors.shape, read.vectors.dtype)
             self._held[adapter] = vectors.copy_(read.vectors)

@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 from blockyard.services.gpu_worker.loading.checkpoint_names import TEXT_PART, bare
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.quantization_settings.reading import REGEX
+from blockyard.shared.quantization.reading import REGEX
 
 FUSED = {  # names of products -> names of their parts
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -22,6 +22,7 @@ HEAD = "lm_head"
 # last parts of names of matrices that a method leaves out unless the file names them
 ROUTERS = ("gate", "router", "shared_expert_gate")
 _EMBEDDING = re.compile(r"(wte|wpe|embed\w*|\w*embeddings?)$")  # last parts of names
+_LAYER = re.compile(r"(?:.*?\.)?(?:layers?|h|blocks)\.\d+(?=\.)")
 _MARKS = "*?["
 
 T = TypeVar("T")
@@ -122,6 +123,12 @@ def split_fused(name: str) -> list[str]:
     """Names of the parts of a matrix that checkpoints may also have one by one, or none."""
     head, dot, last = name.rpartition(".")
     return [f"{head}{dot}{one}" for one in FUSED.get(last, ())]
+
+
+def layer_of(name: str) -> str:
+    """The layer of a model that a matrix is in, as its name begins: "model.layers.3". "": it is in none."""
+    found = _LAYER.match(name)
+    return found[0] if found else ""
 
 
 def is_left_out(name: str) -> bool:

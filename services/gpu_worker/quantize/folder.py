@@ -1,6 +1,5 @@
 """Reads a model folder and writes the quantized one, file by file and tensor by tensor."""
 
-import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,19 +13,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.weights import FLOATS
-from blockyard.services.gpu_worker.quantization.names import HEAD, NamePatterns, is_left_out
+from blockyard.services.gpu_worker.quantization.names import HEAD, NamePatterns, is_left_out, layer_of
 from blockyard.services.gpu_worker.quantize.rounding import Rounding, config, round_matrix
 from blockyard.shared.config.pooling.sentence_modules import module_folders
 from blockyard.shared.config.text_part import text_part
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.json_objects import read_json
-from blockyard.shared.quantization import KEY, W4
-from blockyard.shared.quantization_settings.files import read_quantization
+from blockyard.shared.quantization.files import read_quantization
+from blockyard.shared.quantization.reading import KEY
+from blockyard.shared.quantization.table import W4
 
 INDEX = "model.safetensors.index.json"
 WEIGHT = ".weight"
 CONV1D = frozenset({"GPT2LMHeadModel", "OpenAIGPTLMHeadModel"})  # architectures
-_BLOCK = re.compile(r"^(.*?(?:layers?|h|blocks)\.\d+)\.")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # ends of names of files that are not copied
 
 
@@ -108,8 +107,7 @@ def _rounded(file: Path, how: Rounding, patterns: NamePatterns, written: Written
     with safe_open(file, "pt") as stored:
         for name in stored.keys():  # noqa: SIM118
             tensor: Tensor = stored.get_tensor(name)
-            found = _BLOCK.match(name)
-            layer = written.layers.setdefault(found[1] if found else "", Layer())
+            layer = written.layers.setdefault(layer_of(name), Layer())
             layer.bytes_before += tensor.nbytes
             tensors = {name: tensor}
             base = name.removesuffix(WEIGHT)
@@ -127,7 +125,7 @@ def _rounded(file: Path, how: Rounding, patterns: NamePatterns, written: Written
 
 def _is_linear(name: str, dims: int) -> bool:
     """Whether it is a matrix of a layer, without routers."""
-    is_one = name.endswith(WEIGHT) and dims == 2 and _BLOCK.match(name) is not None
+    is_one = name.endswith(WEIGHT) and dims == 2 and bool(layer_of(name))
     return is_one and not is_left_out(name.removesuffix(WEIGHT))
 
 

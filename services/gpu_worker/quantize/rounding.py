@@ -15,7 +15,7 @@ from torch import Tensor
 from blockyard.services.gpu_worker.quantization.formats.fp8 import round_blocks
 from blockyard.services.gpu_worker.quantization.kept import w4a16
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import FLOOR, expand, to_e4m3
-from blockyard.shared.quantization import FP8, FP8_BLOCK, INT8, W4
+from blockyard.shared.quantization.table import FP8, FP8_BLOCK, INT8, W4
 
 BLOCK = (128, 128)
 WORD_BYTES = 4

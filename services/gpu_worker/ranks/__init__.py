@@ -9,6 +9,7 @@
   `entrance`: where the leader takes it up, or refuses it.
 - `replica_meeting`, `ReplicaTeam`: how the leaders of replicas that have the experts together find each other, agree on
   steps, and end together.
+- `distant_replicas`: the same of replicas that `blockyard run` starts, on any hosts.
 - `RankSigns`: signs of life, in both directions. A rank that ends, fails or is silent for 4 s ends all.
 
 The leader is the worker process that the launcher knows. It alone is attached to a scheduler.

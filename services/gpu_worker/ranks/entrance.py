@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -34,7 +34,7 @@ TAKES_S = 4.0  # the leader's wait for an answer
 class JoinedRank(NamedTuple):
     """The leader's links to a rank. All of `signs` belong to one thread, and so do all of `commands`."""
 
-    commands: AcceptedLink[Answer]
+    commands: AcceptedLink[Any]  # of the frames that the entrance accepts
     signs: AcceptedLink[Sign]
     place: str
     pid: int
@@ -44,14 +44,19 @@ class RankEntrance:
     """The leader's two sockets for ranks that it has not started."""
 
     def __init__(
-        self, bus: BusConfig, group: str, places: Mapping[int, str], digest: GroupDigest, keys: KeyPair | None = None
+        self,
+        bus: BusConfig,
+        group: str,
+        places: Mapping[int, str],
+        digest: GroupDigest,
+        keys: KeyPair | None = None,
+        accepts: Any = Answer,
     ) -> None:
-        """places: of the ranks that are to join, in words. keys: instead of those of `bus`."""
+        """places: of the ranks that are to join, in words. keys: instead of those of `bus`. accepts: the union of
+        frames that they send."""
         self._sockets, self._places, self._digest = Sockets(bus, keys=keys), places, digest
         self._signs: FrameListener[RankJoin, Sign] = FrameListener(self._sockets, RankJoin, Sign, self._on_sign)
-        self._commands: FrameListener[RankJoin, Answer] = FrameListener(
-            self._sockets, RankJoin, Answer, self._on_command
-        )
+        self._commands: FrameListener[RankJoin, Any] = FrameListener(self._sockets, RankJoin, accepts, self._on_command)
         self.address = RankAddress(group, self._signs.endpoint, self._commands.endpoint)
         self._accepted: dict[int, tuple[AcceptedLink[Sign], RankJoin]] = {}
         self.joined: dict[int, JoinedRank] = {}  # by rank

@@ -11,7 +11,7 @@ The entrance stays open while the group runs: a rank whose number is taken is to
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -58,13 +58,14 @@ class RankTicket(Frame, frozen=True):
     starter_pid: int  # the process that starts it, with which it ends
     address: RankAddress | None = None  # of the leader; None: in the membership list
     keys: tuple[bytes, bytes] | None = None  # public and secret, in Z85; None: those of `config.process.bus`, if any
+    leader: str = "--node-rank 0"  # in words for errors
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedGroup:
     """A rank's links to its leader. `signs` may be given to another thread."""
 
-    commands: FrameEnd[Command]
+    commands: FrameLink[Command]
     signs: FrameEnd[Sign]
     store: str  # host and port of torch's store
     sockets: Sockets
@@ -80,26 +81,28 @@ class TakenError(ConfigError):
     """The rank's number is taken, perhaps by a process that is gone."""
 
 
-def join(ticket: RankTicket, timeout_s: float) -> JoinedGroup:
+def join(ticket: RankTicket, timeout_s: float, turn: Callable[[], None] = lambda: None) -> JoinedGroup:
     """Finds the leader and joins its group, again if the leader ends meanwhile.
 
-    Raises ConfigError or LoadError: refused, a number that is taken, or no complete group at the end of the time.
+    turn: called some times a second, and may raise. Raises ConfigError or LoadError: refused, a number that is taken,
+    or no complete group at the end of the time.
     """
     with ExitStack() as closing:
         sockets = Sockets(ticket.config.process.bus, keys=None if ticket.keys is None else KeyPair(*ticket.keys))
         closing.callback(sockets.close)
-        joined = _join_any(sockets, ticket, timeout_s)
+        joined = _join_any(sockets, ticket, timeout_s, turn)
         closing.pop_all()
     return joined
 
 
-def _join_any(sockets: Sockets, ticket: RankTicket, timeout_s: float) -> JoinedGroup:
+def _join_any(sockets: Sockets, ticket: RankTicket, timeout_s: float, turn: Callable[[], None]) -> JoinedGroup:
     bus, end_s, taken_s = ticket.config.process.bus, time.monotonic() + timeout_s, 0.0
     said = f"{ticket.place}: no leader of the group {ticket.group} at {bus.registry} within {timeout_s:g} s"
     while True:
+        turn()
         try:
-            address = ticket.address or find_leader(bus, ticket.group)
-            return _join_leader(sockets, address, ticket, end_s)
+            address = ticket.address or find_leader(bus, ticket.group, ticket.leader)
+            return _join_leader(sockets, address, ticket, end_s, turn)
         except TakenError as e:
             taken_s = taken_s or time.monotonic()
             if time.monotonic() - taken_s > TAKEN_S:
@@ -112,20 +115,21 @@ def _join_any(sockets: Sockets, ticket: RankTicket, timeout_s: float) -> JoinedG
         time.sleep(RETRY_S)
 
 
-def find_leader(bus: BusConfig, group: str) -> RankAddress:
-    """Returns where ranks join a group. Raises RankLostError if it has no leader now, ConfigError if it has two."""
+def find_leader(bus: BusConfig, group: str, leader: str) -> RankAddress:
+    """Returns where ranks join a group. leader: in words.
+
+    Raises RankLostError if it has no leader now, ConfigError if it has two.
+    """
     try:
         members = ask_members(bus, ANSWER_S).members
     except BlockyardError as e:
         raise RankLostError(f"no membership list from the message bus at {bus.registry}") from e
     found = leaders(members, group)
     if not found:
-        raise RankLostError(f"no leader (--node-rank 0) of the group {group} at {bus.registry}")
+        raise RankLostError(f"no leader ({leader}) of the group {group} at {bus.registry}")
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
-        raise TakenError(
-            f"--node-rank 0 of the group {group} is taken by {names}; groups have names of their own: --name"
-        )
+        raise TakenError(f"{leader} of the group {group} is taken by {names}; groups have names of their own: --name")
     return found[0][1]
 
 
@@ -134,7 +138,9 @@ def leaders(members: Iterable[Member], group: str) -> list[tuple[str, RankAddres
     return [(member.name, member.ranks) for member in members if member.ranks and member.ranks.group == group]
 
 
-def _join_leader(sockets: Sockets, address: RankAddress, ticket: RankTicket, end_s: float) -> JoinedGroup:
+def _join_leader(
+    sockets: Sockets, address: RankAddress, ticket: RankTicket, end_s: float, turn: Callable[[], None]
+) -> JoinedGroup:
     """Raises RankLostError if the leader is not there, or ends."""
     hello = RankJoin(ticket.rank, ticket.place, ticket.digest, os.getpid())
     signs: FrameLink[Sign | JoinAnswer] = FrameLink(sockets, address.signs, Sign | JoinAnswer)
@@ -150,6 +156,7 @@ def _join_leader(sockets: Sockets, address: RankAddress, ticket: RankTicket, end
             raise RankLostError("the leader does not answer")
         commands.send(hello)
         while not commands.wait(POLL_S):
+            turn()
             _check_leader(signs)
             if time.monotonic() > end_s:
                 raise RankLostError("other ranks have not joined the group")

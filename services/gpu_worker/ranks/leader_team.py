@@ -72,7 +72,7 @@ class LeaderTeam:
         self._watch: RankSigns | None = None
         self._groups: RankGroups | None = None
         self._stage_layers: list[int] = []  # empty: there is one stage
-        self.replica_folder = ""  # see `Begin`
+        self.replica_folder = self.replica_store = ""  # see `Begin`
         self._of_adapters: list[tuple[int, AdapterRead]] = []  # answers that were read and not taken
         self._of_transfers: list[tuple[int, TransferAnswer]] = []
 
@@ -112,7 +112,7 @@ class LeaderTeam:
 
     def connect(self, connect: "Connect") -> "RankGroups":
         """Implements `RankTeam`. Followers start to load, again if they have before."""
-        self.send(Begin(self._stage_layers, self.replica_folder))
+        self.send(Begin(self._stage_layers, self.replica_folder, self.replica_store))
         if self._groups is None:
             self._groups = connect(self.place, self._meeting)
         return self._groups

@@ -1,14 +1,13 @@
-"""`python -m blockyard.services.gpu_worker.ranks.rank_process COMMANDS SIGNS`: a rank that follows a leader.
+"""The process of a rank that follows a leader.
 
-The arguments are the numbers of two sockets that the process which starts it has opened. That is the leader on its own
-host, and a `rank_host` elsewhere, whose rank joins the leader first. The rank ends with both.
+The process which starts it has opened two sockets. That is the leader on its own host, and a `rank_host` elsewhere,
+whose rank joins the leader first. The rank ends with both.
 """
 
 import logging
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -47,6 +46,7 @@ from blockyard.shared.process.frame_pipe import FramePipe
 log = logging.getLogger(__name__)
 
 LEADER = 0
+REPLICAS = "replicas"  # a folder
 HEARD_S = 5.0  # that others have to read why this rank fails, and to end it
 
 
@@ -85,8 +85,14 @@ class FollowerTeam:
         """Takes what the leader has decided."""
         self.stage_layers = command.stage_layers
         if command.replica_folder and self.replicas is None:
+            meeting = Meeting(Path(command.replica_folder))
+            if command.replica_store:
+                apart, bus = self.config.replicas_apart, self.config.process.bus
+                interface = network.interface_of(bus) if apart else self._meeting.interface
+                meeting = Meeting(self.folder / REPLICAS, interface, command.replica_store)
+                meeting.folder.mkdir(exist_ok=True)
             replica = Shard(self.config.replica, self.config.expert_replicas)
-            self.replicas = ReplicaRanks(Path(command.replica_folder), replica, self.place.rank)
+            self.replicas = ReplicaRanks(meeting, replica, self.place.rank)
 
     def meet_at(self, store: str) -> None:
         """store: host and port of torch's store, which the leader serves for ranks of several hosts."""
@@ -108,8 +114,9 @@ class FollowerTeam:
         return self._groups
 
 
-def main() -> None:
-    sockets = [socket.socket(fileno=int(number)) for number in sys.argv[1:3]]
+def main(commands_fd: int, signs_fd: int) -> None:
+    """Returns when the leader has closed its end. commands_fd, signs_fd: the two sockets."""
+    sockets = [socket.socket(fileno=number) for number in (commands_fd, signs_fd)]
     for one in sockets:
         one.set_inheritable(False)
     signs: FramePipe[Sign] = FramePipe(sockets[1], Sign)
@@ -181,6 +188,7 @@ def begin(config: WorkerConfig, rank: int, parent_pid: int) -> None:
 def follow(commands: FrameEnd[Command], team: FollowerTeam, watch: RankWatch) -> None:
     """Does what comes until the leader closes its end, or tells others why it fails."""
     try:
+        engine.open_device(team.config)
         do_commands(commands, team, watch)
     except RankLostError as e:  # the leader knows better why
         time.sleep(HEARD_S)
@@ -234,8 +242,3 @@ def fail(watch: RankWatch, detail: str, exit_code: int, *, is_of_device: bool = 
         if one is not None:
             one.say(failed)
     time.sleep(HEARD_S)
-
-
-if __name__ == "__main__":
-    main()
-    settings.end(1)

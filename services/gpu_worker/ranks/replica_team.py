@@ -8,7 +8,6 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockyard.services.gpu_worker.parallel.commands import RankFailed, Sign
@@ -32,17 +31,20 @@ class ReplicaTeam:
 
     def __init__(self, replica: Shard, met: MetReplicas, on_end: OnEnd) -> None:
         """on_end: called in a thread when a replica is gone; must end this process."""
-        self.folder: Path = met.folder
+        self.folder, self.store = met.folder, met.store
         self._replica, self._on_end, self._pids = replica, on_end, met.pids
         self._pipes = {other: FramePipe[StepOffer](both[0], StepOffer) for other, both in met.sockets.items()}
         self._offers: dict[int, deque[StepOffer]] = {other: deque() for other in self._pipes}  # of steps to come
-        self._ranks = ReplicaRanks(met.folder, replica, LEADER)
+        self._ranks = ReplicaRanks(met.meeting, replica, LEADER)
         self._signs = {other: FramePipe[Sign](both[1], Sign) for other, both in met.sockets.items()}
         self._watch = RankSigns(self._signs, self._lost)
         self._watch.start()
 
     def connect(self, connect: Connect) -> "RankGroup":
         return self._ranks.connect(connect)
+
+    def connect_stage(self, connect: Connect, shard: Shard, stage: int) -> "RankGroup":
+        return self._ranks.connect_stage(connect, shard, stage)
 
     @property
     def sources(self) -> list[int]:

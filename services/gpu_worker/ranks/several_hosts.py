@@ -67,8 +67,9 @@ def wait_for_hosts(
 class OtherLeaders:
     """Looks on the membership list for another leader of the same group."""
 
-    def __init__(self, config: WorkerConfig, own: RankAddress) -> None:
-        self._config, self._own = config, own
+    def __init__(self, config: WorkerConfig, own: RankAddress, leader: str = "--node-rank 0") -> None:
+        """leader: in words."""
+        self._config, self._own, self._leader = config, own, leader
         self._next_s = 0.0
         self._since_s: float | None = (
             None  # there is one since then; a leader that has ended is listed for some seconds
@@ -90,7 +91,7 @@ class OtherLeaders:
             self._since_s = now
         elif now - self._since_s > TAKEN_S:
             raise ConfigError(
-                f"--node-rank 0: {names[0]} leads the group {self._own.group} already; each group needs its own --name"
+                f"{self._leader}: {names[0]} leads the group {self._own.group} already; each group needs its own --name"
             )
 
 

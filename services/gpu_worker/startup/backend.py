@@ -40,10 +40,13 @@ class Backend(Protocol):
     auto_dtype: torch.dtype | None  # of a model by --dtype auto; None: the dtype of config.json
     has_8_bit_kv: bool  # its kernels read a KV cache in 8 bits
 
-    def set_up(self, threads: int, processes: CompileProcesses | None) -> str:
+    def set_up(
+        self, threads: int, processes: CompileProcesses | None, *, sharers: int = 1, follows: bool = False
+    ) -> str:
         """Sets torch's options. Returns a note about the device.
 
-        threads: of computations on the host. processes: compile kernels; None: none are started yet.
+        threads: of computations on the host. processes: compile kernels; None: none are started yet. sharers: workers
+        and ranks on this machine. follows: this rank has a leader, which measures kernels.
         """
 
     def connect_ranks(self, shard: Shard, stores: GroupStores, name: str) -> RankGroup:

@@ -46,7 +46,9 @@ class CpuBackend:
         self.device = torch.device("cpu")
         self.link: HostLink = SameMemory()
 
-    def set_up(self, threads: int, processes: CompileProcesses | None) -> str:
+    def set_up(
+        self, threads: int, processes: CompileProcesses | None, *, sharers: int = 1, follows: bool = False
+    ) -> str:
         if processes is not None:
             processes.close()
         torch.set_num_threads(threads)

@@ -6,6 +6,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
+import torch.cuda.nccl
+import triton
 
 from blockyard.kernels.lora.adapt_embeddings import adapt_embeddings
 from blockyard.kernels.lora.adapter_tiles import tile_rows
@@ -17,6 +19,7 @@ from blockyard.services.gpu_worker.attention.choice import check_head_sizes
 from blockyard.services.gpu_worker.attention.packed_attention import PackedProduct
 from blockyard.services.gpu_worker.compilation import record_kernels
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
+from blockyard.services.gpu_worker.compilation.kernel_claims import KernelClaims
 from blockyard.services.gpu_worker.compilation.kernel_compiler import KernelCompiler
 from blockyard.services.gpu_worker.execution.cuda import chunk_graphs, cuda_steps
 from blockyard.services.gpu_worker.execution.cuda.device_ops import make_device_ops
@@ -31,6 +34,7 @@ from blockyard.services.gpu_worker.host_link import HostLink, put
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.cpu_offload import Declare, share_of_layers
 from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
+from blockyard.services.gpu_worker.linear_tuning.kernel_configs import cache_path
 from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
 from blockyard.services.gpu_worker.loading.linear_spec import Split
 from blockyard.services.gpu_worker.loading.weights import HostShare
@@ -51,7 +55,8 @@ from blockyard.services.gpu_worker.models.interface import Model, ModelShape
 from blockyard.services.gpu_worker.parallel.peer_collectives import exchange_on_gpu
 from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankGroup, connect_gpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
-from blockyard.services.gpu_worker.parallel.sum_measurement import choose_sums
+from blockyard.services.gpu_worker.parallel.sums.sum_cache import SumCache
+from blockyard.services.gpu_worker.parallel.sums.sum_measurement import choose_sums
 from blockyard.services.gpu_worker.parallel.team import SendCommand
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.startup.cuda_link import CudaLink
@@ -91,19 +96,25 @@ class CudaBackend:
         self._compiler: KernelCompiler | None = None  # from `set_up` on
         self._tuner: Tuner | None = None  # has sizes to measure later
         self._tuning: IdleTuning | None = None
-        self._folder = Path()  # of these ranks alone
+        self._claims: KernelClaims | None = None  # of these ranks; None: there is one
+        self._follows = False
 
-    def set_up(self, threads: int, processes: CompileProcesses | None) -> str:
+    def set_up(
+        self, threads: int, processes: CompileProcesses | None, *, sharers: int = 1, follows: bool = False
+    ) -> str:
         """threads: unused, the host computes little."""
         torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN takes 40 ms to plan each new sequence length
         note = f"device: {torch.cuda.get_device_name(self.device)}"
-        self._compiler = record_kernels.make_compiler(processes, usable_cores())
+        self._compiler = record_kernels.make_compiler(processes, usable_cores(), sharers)
+        self._follows = follows
         return note
 
     def connect_ranks(self, shard: Shard, stores: GroupStores, name: str) -> RankGroup:
-        self._folder = stores.folder_of(name)
         group = connect_gpus(shard, stores, name, self.device)
-        return exchange_on_gpu(group) if group.shares_gpu and shard.size == 2 else group
+        group = exchange_on_gpu(group) if group.shares_gpu and shard.size == 2 else group
+        group.folder = stores.folder_of(name)
+        self._claims = KernelClaims(group.folder / "kernels")
+        return group
 
     def check_shape(self, shape: ModelShape) -> None:
         check_head_sizes("cuda", shape.attention)
@@ -133,15 +144,17 @@ class CudaBackend:
         if not config.fused_steps:
             for linear in model.linears():
                 linear.disable_fusion()
-        linears = model.linears()
+        linears, dtype = model.linears(), model.table.dtype
+        sizes = [n for n in config.graph_sizes if n <= config.max_num_seqs] or capture_sizes(config.max_num_seqs)
         if model.table.shard.size > 1 and not config.batch_invariant:
             # ranks compute whole matrices alike, to the last bit: routers choose by them
+            whole = [one for one in linears if one.spec.split is Split.NONE]
+            Tuner(whole, device=self.device, dtype=dtype).install_alike(sizes)
             linears = [one for one in linears if one.spec.split is not Split.NONE]
-        tuner = Tuner(linears, model.experts(), device=self.device, dtype=model.table.dtype)
+        tuner = Tuner(linears, model.experts(), device=self.device, dtype=dtype)
         if config.batch_invariant:
             report.note(tuner.make_batch_invariant())
             return
-        sizes = [n for n in config.graph_sizes if n <= config.max_num_seqs] or capture_sizes(config.max_num_seqs)
         folder = None if config.kernel_cache is None else Path(config.kernel_cache)
         if at_once:
             progress = Throttle(lambda done: report.phase("measuring linear layers", done))
@@ -155,10 +168,19 @@ class CudaBackend:
         if not config.custom_all_reduce or not widths or not config.stages_within_hosts:
             return
         if ranks.kernels is None:  # otherwise it loads again after deep sleep
-            report.phase("measuring sums of ranks")
+            report.phase("choosing sums of ranks")
             ranks.kernels = choose_sums(
-                ranks, self._folder, widths[0], model.table.dtype, report.note, in_order=config.batch_invariant
+                *(ranks, ranks.folder, widths[0], model.table.dtype, report.note),
+                in_order=config.batch_invariant,
+                cache=SumCache(self._sums_path(config)),
             )
+
+    def _sums_path(self, config: WorkerConfig) -> Path:
+        """The file of measured sums, beside that of linear layers."""
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        versions = f"torch{torch.__version__}", f"triton{triton.__version__}", f"nccl{nccl}"
+        folder = None if config.kernel_cache is None else Path(config.kernel_cache)
+        return cache_path(torch.cuda.get_device_name(self.device), versions, folder, what="sums")
 
     def make_places(self, model: Model, num_places: int, limits: AdapterLimits) -> AdapterPlaces:
         kernels = AdapterKernels(start_adapters, add_to_heads, adapt_embeddings, replace_logits, tile_rows)
@@ -176,11 +198,12 @@ class CudaBackend:
         config: WorkerConfig,
         report: StartReport,
     ) -> None:
-        """Compiles the kernels of steps in parallel. What the tuner measures is compiled in the background."""
-        compiler, tuner = self._compiler, self._tuner
+        """Compiles the kernels of steps in parallel, on this rank those that no other of its host has claimed. What
+        the tuner measures is compiled in the background."""
+        compiler, tuner = self._compiler, None if self._follows else self._tuner
         assert compiler is not None
         report.phase("compiling kernels")
-        record_kernels.compile_kernels(compiler, model, tuner, need, kv_dtype, num_eos, config)
+        record_kernels.compile_kernels(compiler, model, tuner, need, kv_dtype, num_eos, config, self._claims)
         report.note(compiler.describe())
         if tuner is not None:
             self._tuning = IdleTuning(tuner, compiler)

@@ -62,7 +62,6 @@ class FirstMask(ControlFrame, frozen=True):
     """A slot has its first mask."""
 
     slot: int
-    owner: int
     seconds: float  # since the process has read SlotOpen
 
 

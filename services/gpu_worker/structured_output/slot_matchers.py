@@ -216,7 +216,7 @@ class SlotMatchers:
             self._keys_changed |= program.has_ended or not slot.has_mask
             if not slot.has_mask:
                 slot.has_mask = True
-                self._answer(FirstMask(frame.slot, frame.owner, time.monotonic() - slot.opened_s))
+                self._answer(FirstMask(frame.slot, time.monotonic() - slot.opened_s))
         memory.rest(frame.slot)
 
     def _collect_keys(self) -> None:

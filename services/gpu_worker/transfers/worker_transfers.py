@@ -129,7 +129,7 @@ class WorkerTransfers:
         """Reserves blocks for another worker. A frame that comes twice is ignored."""
         group, number = self._group, frame.transfer
         if group is None:
-            self._answers.append(KVLanded(self._me, number, [], [], True))
+            self._answers.append(KVLanded(number, [], [], True))
             return
         if number in self._receives:
             return
@@ -137,7 +137,7 @@ class WorkerTransfers:
             group.receive(frame)
         except ValueError as e:
             log.error("KV transfer %d is refused: %s", number, e)
-            self._answers.append(KVLanded(self._me, number, [], [], True))
+            self._answers.append(KVLanded(number, [], [], True))
             return
         self._receives[number] = frame
         group.own.blocks.begin_receive(number, frame.blocks)
@@ -150,7 +150,7 @@ class WorkerTransfers:
         elif frame.is_source:
             self._remember_send(number, is_complete=self._ended_sends.get(number, False))
         else:
-            self._answers.append(KVLanded(self._me, number, [], [], True))
+            self._answers.append(KVLanded(number, [], [], True))
 
     def on_launched(self, plan: StepPlan, stored: Sequence[StoredLayers]) -> None:
         if self._group is not None and self._group.has_followers:
@@ -228,14 +228,14 @@ class WorkerTransfers:
                     group.own.blocks.landed(blocks)
                     landed.setdefault(number, []).extend(blocks)
                 case SenderUnreachable(number):
-                    self._answers.append(KVLanded(self._me, number, [], unreachable_sender=frame.source))
+                    self._answers.append(KVLanded(number, [], unreachable_sender=frame.source))
                 case ReceiverEnded(number, outcome, _, corrupt, detail):
                     if outcome is not Received.LANDED:
                         log.info("KV transfer %d from %x: %s %s", number, frame.source, outcome, detail)
                     self._end_receive(
                         group, number, landed.pop(number, []), [frame.blocks[position] for position in corrupt]
                     )
-        self._answers += [KVLanded(self._me, number, blocks) for number, blocks in landed.items()]
+        self._answers += [KVLanded(number, blocks) for number, blocks in landed.items()]
         for sent in events.sent:
             is_complete = sent.outcome is Sent.WRITTEN
             if not is_complete:
@@ -245,11 +245,11 @@ class WorkerTransfers:
     def _end_receive(self, group: GroupTransfers, number: int, landed: list[int], failed: list[int]) -> None:
         del self._receives[number]
         group.own.blocks.end(number)
-        self._answers.append(KVLanded(self._me, number, landed, failed, True))
+        self._answers.append(KVLanded(number, landed, failed, True))
 
     def _remember_send(self, number: int, is_complete: bool) -> None:
         """Answers that a send has ended. It does not begin again."""
         self._ended_sends[number] = is_complete
         if len(self._ended_sends) > MAX_REMEMBERED:
             self._ended_sends.popitem(last=False)
-        self._answers.append(KVSendEnded(self._me, number, is_complete))
+        self._answers.append(KVSendEnded(number, is_complete))

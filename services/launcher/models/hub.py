@@ -16,7 +16,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined] # HTTPError i
 
 from blockyard.shared.config.services.worker import DUMMY_FORMATS
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.quantization import GGUF
+from blockyard.shared.quantization.table import GGUF
 
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "merges*", "vocab*")
 SAFETENSORS = ("*.safetensors",)

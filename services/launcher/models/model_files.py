@@ -25,7 +25,7 @@ from blockyard.shared.json_objects import read_json
 from blockyard.shared.lora.adapter_folder import check_folder
 from blockyard.shared.lora.prompt_config import read_prompt_config
 from blockyard.shared.process.home import home_variables
-from blockyard.shared.quantization_settings.files import read_quantization
+from blockyard.shared.quantization.files import read_quantization
 
 DEMO = "demo"
 HUB_FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME")  # variables that say where the hub's cache is
@@ -88,7 +88,7 @@ def find_adapters(values: Values) -> list[AdapterSource]:
             else:
                 changes_experts = check_folder(folder, max_rank)
         except AdapterError as e:
-            raise ConfigError(f"adapter {source.name}: {e}") from e
+            raise ConfigError(f"adapter {source.name}: {folder}: {e}") from e
         found.append(msgspec.structs.replace(source, path=str(folder), has_experts=changes_experts))
     return found
 

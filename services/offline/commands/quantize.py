@@ -20,7 +20,7 @@ from blockyard.services.offline.sampling_params import SamplingParams
 from blockyard.shared.config import parsed_flags
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.quantization import QUANTIZED_TO, W4
+from blockyard.shared.quantization.table import QUANTIZED_TO, W4
 
 GROUP = 128
 WINDOW = 1024  # tokens that are scored together

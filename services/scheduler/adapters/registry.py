@@ -22,6 +22,7 @@ class Adapter:
     added_tokens: list[AddedToken] = field(default_factory=list)  # ... with these tokens beside the model's
     digest: bytes = b""  # empty: no worker has read it yet
     error: str = ""  # why a worker could not read it, the last time
+    status: int = 400  # HTTP status of that error
     is_served: bool = False  # requests may name it
     is_retired: bool = False  # it goes once no request uses it
     requests: set[str] = field(default_factory=set)  # ids of requests that use it

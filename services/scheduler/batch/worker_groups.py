@@ -274,7 +274,7 @@ class WorkerGroups:
         number = self._num_asked[worker]
         self._num_asked[worker] += 1
         forget = self._num_carried_out[worker] < self._num_resets
-        frame = Attach(self.scheduler, self._limits.num_slots, self._limits.depth_for(0.0), forget, number)
+        frame = Attach(self.scheduler, self._limits.num_slots, forget, number)
         self.asked[worker] = AskedWorker(frame, now, self._num_resets)
         return frame
 

@@ -94,12 +94,12 @@ class SimTransfers:
 
     def _end(self, number: int, transfer: SimTransfer, now: float, is_complete: bool = False) -> None:
         del self._open[number]
-        self._tell(now, transfer.target, KVLanded(transfer.target, number, transfer.landed, is_ended=True))
+        self._tell(now, transfer.target, KVLanded(number, transfer.landed, is_ended=True))
         if transfer.is_sending:
-            self._tell(now, transfer.source, KVSendEnded(transfer.source, number, is_complete))
+            self._tell(now, transfer.source, KVSendEnded(number, is_complete))
 
     def _answer_unknown(self, worker: int, frame: KVAbort, now: float) -> None:
         if frame.is_source:
-            self._tell(now, worker, KVSendEnded(worker, frame.transfer, False))
+            self._tell(now, worker, KVSendEnded(frame.transfer, False))
         else:
-            self._tell(now, worker, KVLanded(worker, frame.transfer, [], is_ended=True))
+            self._tell(now, worker, KVLanded(frame.transfer, [], is_ended=True))

@@ -89,7 +89,7 @@ class SimWorker:
 
     def attach(self, frame: Attach) -> Attached:
         self._slots = {}
-        return Attached(self.incarnation, frame.scheduler, self.geometry, number=frame.number)
+        return Attached(frame.scheduler, self.geometry, number=frame.number)
 
     def run(self, plan: StepPlan, came_at: float) -> tuple[float, StepResult]:
         """The time when the step ends, and its result. Plans run one after the other."""
@@ -119,9 +119,7 @@ class SimWorker:
         ends_at = self._free_at = max(self._free_at, came_at) + step_s
         self.busy_s += step_s
         self.num_steps += 1
-        return ends_at, StepResult(
-            self.incarnation, plan.number, results, ends_at, step_s, token_ids=token_ids.tobytes()
-        )
+        return ends_at, StepResult(plan.number, results, ends_at, step_s, token_ids=token_ids.tobytes())
 
     def _apply(self, plan: StepPlan) -> None:
         for number in plan.ends:

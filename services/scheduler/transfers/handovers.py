@@ -126,7 +126,6 @@ class Handovers:
                 group.worker,
                 group.geometry.kv_generation,
                 handover.target_blocks,
-                b"".join(handover.hashes),
                 handover.ticket,
                 group.geometry.kv_endpoint,
             ),

@@ -37,14 +37,14 @@ class TransferNotices:
         known = self._ledger.transfers.get(frame.transfer)
         was_aborted = known is None or known.is_aborted
         match frame:
-            case KVLanded(_, number, unreachable_sender=sender) if sender:
+            case KVLanded(number, unreachable_sender=sender) if sender:
                 is_attached = sender in self._groups.attached
                 transfer = self._ledger.on_sender_unreachable(worker, number, sender, is_attached, now)
-            case KVLanded(_, number, blocks, failed, is_ended):
+            case KVLanded(number, blocks, failed, is_ended):
                 transfer = self._ledger.on_landed(worker, number, blocks, failed, is_ended, now)
                 if transfer is not None and failed:
                     self._count_failed(transfer, failed)
-            case KVSendEnded(_, number, is_complete):
+            case KVSendEnded(number, is_complete):
                 transfer = self._ledger.on_send_ended(worker, number, is_complete, now)
         if transfer is not None and not was_aborted:
             self._count_outcome(transfer, now)

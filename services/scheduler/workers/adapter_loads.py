@@ -42,6 +42,7 @@ class OpenLoad:
     gateway: int | None = None  # that is to be answered; None: the load is of the start
     request_id: str = ""
     error: str = ""
+    status: int = 400  # of the error
     has_been_read: bool = False
 
 
@@ -128,7 +129,7 @@ class AdapterLoads:
             return
         self._is_dirty, error = True, frame.error
         differs = not error and adapter.digest not in (b"", frame.digest)
-        adapter.error = error or ("its bytes have changed" if differs else "")
+        adapter.error, adapter.status = error or ("its bytes have changed" if differs else ""), frame.status
         if not adapter.error:
             adapter.learn(frame)
         _holder(group, adapter).on_loaded(frame.adapter, is_usable=not adapter.error)
@@ -141,11 +142,13 @@ class AdapterLoads:
         for note in frame.notes:
             log.warning("adapter %s: %s", adapter.name, note)
         if error:
-            log.warning("adapter %s is not served by worker %x: %s", adapter.name, worker, error)
+            columns = (adapter.name, worker, adapter.path, error)
+            log.warning("adapter %s is not served by worker %x: %s: %s", *columns)
         for load in self._loads:
             if load.adapter is adapter and worker in load.awaits:
                 load.awaits.discard(worker)
-                load.error = load.error or error
+                if error and not load.error:
+                    load.error, load.status = error, frame.status
                 load.has_been_read = load.has_been_read or not adapter.error
         self._settle_loads()
 
@@ -194,7 +197,7 @@ class AdapterLoads:
             self._outbox.send(worker, DropAdapter(self._scheduler, number))
         for number in changes.load:
             adapter = self._registry.all[number]
-            columns = (self._scheduler, number, adapter.name, adapter.path, adapter.is_prompt)
+            columns = (self._scheduler, number, adapter.path, adapter.is_prompt)
             self._outbox.send(worker, LoadAdapter(*columns))
 
     def _is_refused_everywhere(self, numbers: Adapters) -> bool:
@@ -211,7 +214,8 @@ class AdapterLoads:
         unread = [one for one in adapters if self._is_refused_everywhere((one.number,))]
         if unread:
             cause = unread[0].error or (NO_PROMPTS if unread[0].is_prompt else NOT_SERVED)
-            refusal = Refusal(400, "model", f"no worker can read the adapter {unread[0].name!r}: {cause}")
+            status = unread[0].status if unread[0].error else 400
+            refusal = Refusal(status, "model", f"no worker can read the adapter {unread[0].name!r}: {cause}")
         else:
             names = " and ".join(repr(one.name) for one in adapters)
             refusal = Refusal(400, "model", f"no worker can read both of the adapters {names}")
@@ -302,10 +306,10 @@ class AdapterLoads:
             if load.error:
                 self._registry.retire(adapter)
                 if load.gateway is None and not self._leaves_out_broken:
-                    raise LoadError(f"adapter {adapter.name}: {load.error}")
+                    raise LoadError(f"adapter {adapter.name}: {adapter.path}: {load.error}")
                 if load.gateway is None:
                     self.notes.append(f"adapter {adapter.name} is not served: {load.error}")
-                    log.error("adapter %s is not served: %s", adapter.name, load.error)
+                    log.error("adapter %s is not served: %s: %s", adapter.name, adapter.path, load.error)
             else:
                 self._registry.serve(adapter)
                 self._model_limits.update_adapters()
@@ -313,9 +317,9 @@ class AdapterLoads:
                     group.prompts.want(adapter.number)
                 log.info("adapter %s is served: %s", adapter.name, adapter.path)
             if load.gateway is not None:
-                status = 400 if load.error else 200
+                status, cause = (load.status, f"adapter {adapter.name!r}: {load.error}") if load.error else (200, "")
                 field = _field(adapter.is_prompt, "path")
-                self._answer(load.gateway, load.request_id, status, load.error, field)
+                self._answer(load.gateway, load.request_id, status, cause, field)
 
     def _drop(self, adapter: Adapter) -> None:
         """Drops an adapter everywhere that no request uses."""

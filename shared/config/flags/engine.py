@@ -57,6 +57,15 @@ PARALLEL = (
         ge=1,
         le=1024,
     ),
+    Flag(
+        "data-parallel-rank",
+        None,
+        "`run gpu-worker`: number of this replica, from 0, among --data-parallel-size that have the "
+        "experts together (--enable-expert-parallel). Each is a process of its own, on any host.",
+        short_names=("dpn",),
+        kind=FlagKind.INT,
+        ge=0,
+    ),
     switch(
         "enable-expert-parallel",
         "Give each rank of --tensor-parallel-size, and of all replicas of --data-parallel-size together, some experts "

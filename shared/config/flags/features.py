@@ -1,7 +1,7 @@
 """Flags of observability, and of features that are not built yet."""
 
 from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built, switch
-from blockyard.shared.quantization import TABLE, refusals
+from blockyard.shared.quantization.table import TABLE, refusals
 
 _SPECULATION = not_built("speculative decoding")
 _IMAGES = not_built("image and video input")

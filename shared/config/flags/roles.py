@@ -78,4 +78,15 @@ ROLES = (
         "For tests: faults of a worker's KV transfers, as drop=0.01,delay=50ms,flip=0.001.",
     ),
     *(_of_role(role, _DECLARED[name]) for role in ROLE_NAMES for name in PER_ROLE),
+    *(
+        Flag(
+            f"{role}.data-parallel-size",
+            1,
+            f"Replicas of each of the --{role}-workers. With --enable-expert-parallel they have its experts together.",
+            other_names=(f"{role}-data-parallel-size",),
+            ge=1,
+            le=1024,
+        )
+        for role in ROLE_NAMES
+    ),
 )

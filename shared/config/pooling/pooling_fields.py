@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from blockyard.shared.config import adapters
-from blockyard.shared.config.checkpoint import Checkpoint, chat_template, config_overrides, context_limit, model_length
+from blockyard.shared.config.checkpoint import Checkpoint, chat_template, config_overrides, context_limit
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.config.pooling.activations import num_outputs, settle_activation
 from blockyard.shared.config.pooling.output_kinds import OutputKind, default_pooling, first_kind, sees_both_sides
@@ -16,6 +16,7 @@ from blockyard.shared.config.pooling.pooling_choice import choose_pooling
 from blockyard.shared.config.pooling.sentence_modules import read_modules
 from blockyard.shared.config.pooling.sentence_settings import read_settings
 from blockyard.shared.config.pooling.task_choice import GENERATE, settle_task
+from blockyard.shared.context_length import longest_sequence
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.json_objects import merge_patch
 from blockyard.shared.messages import PoolingTask
@@ -33,7 +34,6 @@ _OF_KV = (
     *("max-num-partial-prefills", "max-long-partial-prefills", "long-prefill-token-threshold"),
 )
 _OF_TRANSFERS = ("kv-transfer-config", "prefill-workers", "decode-workers", "role")
-_PADDED_POSITIONS = ("Roberta", "XLMRoberta", "Camembert")  # whose positions begin behind pad_token_id
 
 
 def settled_config(values: Values, model: Checkpoint) -> dict[str, Any]:
@@ -134,9 +134,5 @@ def _length(values: Values, model: Checkpoint, config: dict[str, Any]) -> int | 
         return asked
     modules = read_modules(model.path)
     most = read_settings(model.path, modules.transformer_folder if modules is not None else "").max_seq_length
-    usable = model_length(config)
-    if most is None or usable is None:
-        return most
-    if str((config.get("architectures") or [""])[0]).startswith(_PADDED_POSITIONS):
-        usable -= int(config.get("pad_token_id", 1) or 0) + 1
-    return min(most, usable)
+    usable = longest_sequence(config, {}, values.get("model-impl", str))
+    return most if most is None or usable is None else min(most, usable)

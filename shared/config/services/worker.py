@@ -141,6 +141,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     expert_parallel: bool = False  # a rank has some experts whole, and not a share of each
     expert_replicas: int = 1  # workers that have the experts of the model together, and all else each
     replica: int = 0  # number of this worker among them
+    replica_group: int = 0  # number of the first of them among the workers of this machine
+    replicas_apart: bool = False  # they are processes of `blockyard run`, and find each other on the membership list
     expert_balance: ExpertBalance | None = None  # None: experts stay where they are loaded
     has_pair_template: bool = False  # the tokenizers render pairs of texts, with an instruction
     pipeline_parallel_size: int = 1  # stages of the model, each with some layers, of `tensor_parallel_size` ranks
@@ -149,7 +151,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     num_nodes: int = 1  # hosts of the ranks, each with as many
     node_rank: int = 0  # number of this host; 0: the leader's
     rank_timeout_s: float = 120.0  # in which all ranks must have joined
-    rank_group: str = ""  # name by which ranks of other hosts find the leader
+    rank_group: str = ""  # name by which ranks of other hosts find the leader, and replicas that are apart the first
     custom_all_reduce: bool = True  # on GPUs, kernels sum over ranks where they are quicker than NCCL
 
     @property

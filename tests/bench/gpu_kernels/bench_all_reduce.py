@@ -30,9 +30,9 @@ from blockyard.kernels.int_math import ceil_div
 from blockyard.kernels.layers.add_rms_norm import add_rms_norm
 from blockyard.services.gpu_worker.parallel.meeting import Meeting
 from blockyard.services.gpu_worker.parallel.peer_memory import PeerMemory
-from blockyard.services.gpu_worker.parallel.peer_sums import SymmetricSums
 from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, connect_cpus, connect_gpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
+from blockyard.services.gpu_worker.parallel.sums.peer_sums import SymmetricSums
 
 HIDDEN, EPS, DTYPE = 8192, 1e-5, torch.bfloat16
 KIB = 1024

@@ -88,7 +88,7 @@ class SchedulerBench:
         self._step()
         card = PoolingCard(PoolingTask.EMBED, WIDTH, 512, pooling="MEAN") if pooling else None
         geometry = Geometry(0 if pooling else 4096, 16, 512, 32000, [2], 256, 8192, pooling=card)
-        self.take(Attached(WORKER, ME, geometry), WORKER)
+        self.take(Attached(ME, geometry), WORKER)
 
     def take(self, frame: Any, peer: int = GATEWAY) -> None:
         data = self.encode(frame)
@@ -119,7 +119,7 @@ def answer(plan: StepPlan) -> StepResult:
         num = len(plan.packed.lengths) // 4
         sizes = array("I", [WIDTH]) * num
         packed = PackedVectors(sizes.tobytes(), bytes(4 * WIDTH * num), [0] * len(plan.packed.parts))
-    return StepResult(WORKER, plan.number, slots, 0.0, 0.001, packed=packed)
+    return StepResult(plan.number, slots, 0.0, 0.001, packed=packed)
 
 
 def cpu_of_texts(num: int, of_call: int) -> float:

@@ -56,7 +56,7 @@ class Placements:
             geometry = Geometry(8192, BLOCK_SIZE, 10**5, 32000, [2], 256, 2048, kv_role=role, kv_layout="l")
             self.core.on_member(Member("w", Role.GPU_WORKER, worker, "", ready=True), 0.0)
             self.core.step(0.0)
-            self.core.on_message(worker, Attached(worker, ME, geometry), 0.0)
+            self.core.on_message(worker, Attached(ME, geometry), 0.0)
         self.place_s: list[float] = []  # CPU seconds
         self._watch(self.core)
 
@@ -97,12 +97,12 @@ class Placements:
         for run in frame.runs:
             slots.append(SlotResult(run.slot, [7], self.num_tokens[worker, run.slot]))
             self.num_tokens[worker, run.slot] += 1
-        self.core.on_message(worker, StepResult(worker, frame.number, slots, 1.0), 0.0)
+        self.core.on_message(worker, StepResult(frame.number, slots, 1.0), 0.0)
         for send in frame.sends:
             if send.is_last:
                 target, blocks = self.received.pop(send.transfer)
-                self.core.on_message(target, KVLanded(target, send.transfer, blocks, [], True), 0.0)
-                self.core.on_message(worker, KVSendEnded(worker, send.transfer, True), 0.0)
+                self.core.on_message(target, KVLanded(send.transfer, blocks, [], True), 0.0)
+                self.core.on_message(worker, KVSendEnded(send.transfer, True), 0.0)
 
 
 def placement_row(num_prefill: int, num_decode: int, num_prompt: int, requests: int) -> Row:

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for rig
 import msgspec
 from rig import Row, table
 from scheduling.bench_equality import equality_rows
-from scheduling.bench_roles import role_rows
+from scheduling.bench_roles import DETOKENIZER, GATEWAY, ME, WORKER, role_rows
 from scheduling.bench_simulator import simulator_rows
 from serving.bench_prefix import prefix_rows
 
@@ -58,7 +58,6 @@ from blockyard.shared.messages import (
     encode_logprobs,
 )
 
-ME, DETOKENIZER, GATEWAY, WORKER = 1, 2, 3, 4  # further workers have the next numbers
 DIGEST = bytes(16)  # of every adapter
 
 
@@ -118,14 +117,14 @@ class Bench:
             self.core.on_member(Member("w", Role.GPU_WORKER, worker, "", ready=True), 0.0)
             self._turn()
             there = msgspec.structs.replace(geometry, kv_role=role, kv_layout="layout")
-            self.core.on_message(worker, Attached(worker, ME, there, held, names), 0.0)
+            self.core.on_message(worker, Attached(ME, there, held, names), 0.0)
         self.max_tokens, self.churn, self.num_come, self.logprobs = max_tokens, churn, 0, logprobs
         top = logprobs or 0
         self.scores = TokenLogprobs(7, -0.5, 1, [7] * top, [-0.5] * top)
         self.adapters = adapters
         while asked := [frame for frame in self._turn() if isinstance(frame, LoadAdapter)]:
             for frame in asked:
-                self.core.on_message(WORKER, AdapterLoaded(WORKER, frame.adapter, DIGEST), 0.0)
+                self.core.on_message(WORKER, AdapterLoaded(frame.adapter, DIGEST), 0.0)
         self.said: dict[tuple[int, int], tuple[int, int]] = {}  # tokens of a worker's slot, and how many it will say
         for _ in range(running * num_groups + waiting):
             self._come()
@@ -183,7 +182,7 @@ class Bench:
                 scores = [] if self.logprobs is None else [self.scores]
                 slots.append(SlotResult(run.slot, [7], 16 + num_said, finish, logprobs=scores))
         encoded = [] if self.logprobs is None else [encode_logprobs(self.scores)] * len(plan.runs)
-        return StepResult(worker, plan.number, slots, 1.0, token_ids=token_ids.tobytes(), logprobs=encoded)
+        return StepResult(plan.number, slots, 1.0, token_ids=token_ids.tobytes(), logprobs=encoded)
 
     def _turn(self) -> list[Frame]:
         sent = self.core.step(0.0)
@@ -241,7 +240,7 @@ class Lookups:
         core.on_member(Member("d", Role.DETOKENIZER, DETOKENIZER, "", ready=True), 0.0)
         core.step(0.0)
         geometry = Geometry(num_blocks, 16, 10**6, 32000, [2], 8, num_tokens, num_host_blocks=num_host_blocks)
-        core.on_message(WORKER, Attached(WORKER, ME, geometry), 0.0)
+        core.on_message(WORKER, Attached(ME, geometry), 0.0)
 
     def start(self, request_id: str, prompt: bytes, names: bytes) -> tuple[float, int]:
         """Milliseconds from Generate to plan, and tokens found."""
@@ -252,7 +251,7 @@ class Lookups:
         frames = [outgoing.frame for outgoing in core.step(0.0)]
         elapsed = time.perf_counter() - begun
         ((number, start),) = [(f.number, s) for f in frames if isinstance(f, StepPlan) for s in f.starts]
-        result = StepResult(WORKER, number, [SlotResult(start.slot, [7], self.num_tokens)], 1.0)
+        result = StepResult(number, [SlotResult(start.slot, [7], self.num_tokens)], 1.0)
         core.on_message(WORKER, result, 0.0)
         core.step(0.0)
         return 1000 * elapsed, start.num_computed

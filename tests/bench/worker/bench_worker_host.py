@@ -61,7 +61,7 @@ def measure(rows: int) -> Row:
             InFlightStep(plan, [], everyone, slots.owners[everyone], launched, 0.0, 0.0, {}, rows, [], None)
         )
         others, token_ids, logprobs = packed(done)
-        return StepResult(1, 1, others, done.stamp_s, token_ids=token_ids, logprobs=logprobs)
+        return StepResult(1, others, done.stamp_s, token_ids=token_ids, logprobs=logprobs)
 
     encode, decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(WorkerIn).decode
     answer, data = finish(), encode(plan)

@@ -72,7 +72,9 @@ def test_escape_and_the_stop_button_end_an_answer(page: Page, fake: FakeGateway)
     assert page.one("#chat-form .go").is_displayed()
 
 
+@pytest.mark.usefixtures("motion")
 def test_ring_shows_members_and_load(page: Page, fake: FakeGateway) -> None:
+    assert not page.driver.execute_script("return matchMedia('(prefers-reduced-motion: reduce)').matches")
     page.until(lambda: len(page.all("#ring-loop .replica")) >= len(ROLES), "the members")
     for role in ROLES:
         assert page.all(f"[data-role={role}] .replica.ready")

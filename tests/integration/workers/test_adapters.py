@@ -7,6 +7,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -50,8 +51,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def ring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("adapters")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def ring(folder: Path) -> Iterator[Server]:
     for seed, name in enumerate(MODELS[1:-1]):
         demo_adapter(folder / name, seed, 4 + seed)
     demo_prompt(folder / "prompt", 7, 21)
@@ -118,6 +123,46 @@ def test_a_crowd_gets_the_answers_that_each_gets_alone(ring: Server, alone: Answ
     assert [one for one, answer in alone.items() if found[one] != answer] == []
     assert asyncio.run(left_over(ring)) == {}
     assert asyncio.run(scheduler_stats(ring))["preemptions_total"] > 0
+
+
+def breakages(folder: Path) -> dict[str, str]:
+    """Writes broken adapters. Returns what is said of each."""
+    for seed, name in enumerate(("cut", "no-json", "rank", "no-weights", "no-config", "pickled")):
+        demo_adapter(folder / name, seed, 200 if name == "rank" else 4)
+    weights, config = "adapter_model.safetensors", "adapter_config.json"
+    (folder / "cut" / weights).write_bytes((folder / "cut" / weights).read_bytes()[:-9])
+    (folder / "no-json" / config).write_text("{")
+    (folder / "no-weights" / weights).unlink()
+    (folder / "no-config" / config).unlink()
+    (folder / "pickled" / weights).rename(folder / "pickled" / "adapter_model.bin")
+    return {
+        "cut": f"{weights} is not a safetensors file",
+        "no-json": f"{config} is not a JSON object",
+        "rank": f"{weights}: the adapter has rank 200",
+        "no-weights": "the folder has neither",
+        "no-config": f"the folder has no {config}",
+        "pickled": "adapter_model.bin ",
+    }
+
+
+@pytest.mark.timeout(240)
+def test_refusals_name_files_and_no_folder_of_the_server(ring: Server, folder: Path) -> None:
+    """Clients see the names of the adapter and of the file, the log has the path."""
+    said = breakages(folder / "broken")
+
+    async def refusal(path: str, body: dict[str, Any]) -> str:
+        async with aiohttp.ClientSession(ring.url) as session, session.post(path, json=body) as answer:
+            assert answer.status in (400, 404), await answer.text()
+            return str((await answer.json())["error"]["message"])
+
+    for name, cause in said.items():
+        asked = {"lora_name": name, "lora_path": f"broken/{name}"}
+        messages = [asyncio.run(refusal("/v1/load_lora_adapter", asked))]
+        if name != "no-config":  # which makes it no adapter that a request may name
+            messages.append(asyncio.run(refusal(COMPLETIONS, completion(1) | {"model": f"broken/{name}"})))
+        for message in messages:
+            assert name in message and cause in message and str(folder) not in message
+        assert f"{folder}/broken/{name}: {cause}" in (folder / "log").read_text()
 
 
 @pytest.mark.timeout(240)

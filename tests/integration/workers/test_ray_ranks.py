@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +21,8 @@ import pytest
 import rig
 from rig import Server, completion, family, serve
 from tcp_addresses import free_port
+from tiny_models import BY_NAME
+from worker.every_architecture import PROMPTS, TOKENIZER
 
 pytestmark = pytest.mark.skipif(
     find_spec("ray") is None, reason="RAY IS NOT INSTALLED: no rank is started by Ray; `make test RAY=1` installs it"
@@ -28,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--detokenizers", "1", "--tokenizers", "1", "--cpu-threads", "1")
 ON_RAY = ("-tp", "2", "--distributed-executor-backend", "ray")
-NUM_STREAMS = 3
+DEMO_PROMPTS = [f"def stream_{i}():" for i in range(3)]
 NUM_TOKENS = 80
 GONE_S = 30.0
 RANK, RAYLET = "RankActor.follow", "raylet/raylet"  # titles that Ray gives
@@ -42,13 +44,13 @@ QUICK |= {"RAY_health_check_failure_threshold": "3", "RAY_health_check_timeout_m
 class RayCluster:
     """Each node is a process group of its own."""
 
-    def __init__(self, folder: Path) -> None:
-        """folder: with a short path, because Ray makes sockets below it."""
+    def __init__(self, folder: Path, num_cpus: int = 1) -> None:
+        """folder: with a short path, because Ray makes sockets below it. num_cpus: of the first node."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         self.address, self._folder = f"127.0.0.1:{port}", folder
         head = ("--head", "--port", str(port), "--temp-dir", str(folder), "--include-dashboard", "false")
-        self._groups = [self._start(*head)]
+        self._groups = [self._start(*head, "--num-cpus", str(num_cpus))]
         until = time.monotonic() + START_S
         while True:
             with contextlib.suppress(OSError):
@@ -59,7 +61,7 @@ class RayCluster:
 
     def add_node(self) -> int:
         """Returns the number of the node, which joins the cluster some seconds later. The first one has number 0."""
-        self._groups.append(self._start("--address", self.address))
+        self._groups.append(self._start("--address", self.address, "--num-cpus", "1"))
         return len(self._groups) - 1
 
     def processes(self, node: int) -> dict[int, str]:
@@ -81,7 +83,7 @@ class RayCluster:
         command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
         with (self._folder / "start.log").open("ab") as log:
             return subprocess.Popen(
-                [*command, "--num-cpus", "1", "--num-gpus", "0", *STORE, *flags],
+                [*command, "--num-gpus", "0", *STORE, *flags],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -89,10 +91,11 @@ class RayCluster:
             )
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
+@contextlib.contextmanager
+def two_nodes(num_cpus: int) -> Iterator[RayCluster]:
+    """num_cpus: of the first node."""
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
-        cluster = RayCluster(Path(folder))
+        cluster = RayCluster(Path(folder), num_cpus)
         patch.setenv("RAY_ADDRESS", cluster.address)
         try:
             cluster.add_node()
@@ -101,11 +104,19 @@ def cluster() -> Iterator[RayCluster]:
             cluster.close()
 
 
-def texts(server: Server, meanwhile: Callable[[], object] | None = None) -> list[str]:
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with two_nodes(1) as made:
+        yield made
+
+
+Prompts = Sequence[str | list[int]]
+
+
+def texts(server: Server, meanwhile: Callable[[], object] | None = None, prompts: Prompts = DEMO_PROMPTS) -> list[str]:
     """The texts of greedy and seeded streams."""
     bodies = [
-        completion(NUM_TOKENS, prompt=f"def stream_{i}():", seed=i, temperature=0.7 * (i % 2))
-        for i in range(NUM_STREAMS)
+        completion(NUM_TOKENS, prompt=prompt, seed=i, temperature=0.7 * (i % 2)) for i, prompt in enumerate(prompts)
     ]
     return asyncio.run(rig.texts(server.url, bodies, meanwhile))
 
@@ -145,13 +156,18 @@ def test_texts_are_those_of_one_rank_when_a_rank_or_its_node_is_lost(cluster: Ra
         before = actors(cluster, 2)
         assert texts(server, partial(cluster.signal, 2, RAYLET, signal.SIGSTOP)) == expected
         assert actors(cluster, 2) == before, "a rank needs Ray for its start alone"
-        others = set(server.family())
-        server.process.kill()
-        server.process.wait()
-        until = time.monotonic() + GONE_S
-        while any(actors(cluster, node) for node in (1, 2)) or any(map(exists, others)):
-            assert time.monotonic() < until, "a process outlives the launcher"
-            time.sleep(0.05)
+        kill_launcher(server, cluster, 1, 2)
+
+
+def kill_launcher(server: Server, cluster: RayCluster, *nodes: int) -> None:
+    """All processes of the ring end, those of ranks on these nodes too."""
+    others = set(server.family())
+    server.process.kill()
+    server.process.wait()
+    until = time.monotonic() + GONE_S
+    while any(actors(cluster, node) for node in nodes) or any(map(exists, others)):
+        assert time.monotonic() < until, "a process outlives the launcher"
+        time.sleep(0.05)
 
 
 def actors(cluster: RayCluster, node: int) -> set[int]:
@@ -161,3 +177,19 @@ def actors(cluster: RayCluster, node: int) -> set[int]:
 
 def exists(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.timeout(200)
+def test_replicas_with_the_experts_together(tmp_path: Path) -> None:
+    """The leaders are on the first node, and of the other ranks one has no room there."""
+    model = str(tmp_path / "model")
+    BY_NAME["qwen3-moe"].save(tmp_path / "model")
+    of_model = (model, "--tokenizer", str(TOKENIZER), *FLAGS)
+    with serve(*of_model) as server:
+        expected = texts(server, None, PROMPTS)
+    with two_nodes(3) as nodes, serve(*of_model, "-dp", "2", "--enable-expert-parallel", *ON_RAY) as server:
+        assert texts(server, None, PROMPTS) == expected
+        before = actors(nodes, 1)
+        assert texts(server, partial(nodes.signal, 1, RANK, signal.SIGKILL), PROMPTS) == expected
+        assert len(actors(nodes, 1)) == len(before) == 1 and not before & actors(nodes, 1)
+        kill_launcher(server, nodes, 0, 1)

@@ -17,8 +17,11 @@ from pathlib import Path
 import aiohttp
 import pytest
 import rig
+from hypothesis import settings
 from rig import completion, family, registry
 from tcp_addresses import free_port, tcp_bus
+from tiny_models import BY_NAME
+from worker.every_architecture import PROMPTS, TOKENIZER
 
 from blockyard.shared.bus.curve import write_keys
 from blockyard.shared.config.services.process import BusConfig
@@ -27,7 +30,8 @@ SRC = Path(__file__).parents[3] / ".src"
 SERVICES = ("message-bus", "tokenizer-pool", "scheduler", "detokenizer", "api-gateway")
 READY_S = 90.0
 GONE_S = 30.0
-NUM_STREAMS, NUM_TOKENS = 3, 80
+NUM_TOKENS = 80
+DEMO_PROMPTS = [f"def stream_{i}():" for i in range(3)]
 PARTITION_S = 10.0  # a rank may be silent for 4 s
 MODEL = ("--device", "cpu", "--dtype", "float32")
 
@@ -42,6 +46,7 @@ class HostsRing:
     hosts: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     bus: Sequence[str] = ()  # flags; empty: of a message bus of its own
+    model: Sequence[str] = ("demo",)  # and flags of all services
 
     def __post_init__(self) -> None:
         if not self.bus:
@@ -51,7 +56,7 @@ class HostsRing:
 
     def run(self, host: int, service: str, *flags: str, log: str) -> subprocess.Popen[bytes]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("BLOCKYARD_")}
-        command = [sys.executable, "-P", "-m", "blockyard", "run", service, "demo", *self.bus, *flags]
+        command = [sys.executable, "-P", "-m", "blockyard", "run", service, *self.model, *self.bus, *flags]
         with (self.folder / log).open("ab") as out:
             process = subprocess.Popen(
                 [*self.within[host], *command],
@@ -76,6 +81,13 @@ class HostsRing:
         )
         return self.hosts[number]
 
+    def start_replica(self, number: int, *flags: str) -> None:
+        """On the host of that number."""
+        own = ("--bind", f"tcp://{self.addresses[number]}", "--data-parallel-rank", str(number), "-dp", "2")
+        self.hosts[number] = self.run(
+            number, "gpu-worker", *MODEL, *own, "--enable-expert-parallel", *flags, log=f"host {number}"
+        )
+
     def rank(self, host: int, title: str) -> int:
         """Returns the process of a host with this in its title."""
         return next(pid for pid, name in family(self.hosts[host].pid).items() if title in name)
@@ -93,11 +105,12 @@ def end(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-async def texts(ring: HostsRing, meanwhile: Callable[[], object] | None = None) -> list[str]:
+async def texts(
+    ring: HostsRing, meanwhile: Callable[[], object] | None = None, prompts: Sequence[str | list[int]] = DEMO_PROMPTS
+) -> list[str]:
     """The texts of greedy and seeded streams."""
     bodies = [
-        completion(NUM_TOKENS, prompt=f"def stream_{i}():", seed=i, temperature=0.7 * (i % 2))
-        for i in range(NUM_STREAMS)
+        completion(NUM_TOKENS, prompt=prompt, seed=i, temperature=0.7 * (i % 2)) for i, prompt in enumerate(prompts)
     ]
     connector = aiohttp.UnixConnector(str(ring.folder / "http"))
     return await rig.texts("http://ring", bodies, meanwhile, connector)
@@ -160,6 +173,38 @@ def test_ranks_on_two_hosts_give_the_texts_of_one_and_end_together(ring: HostsRi
     wait_gone(here[1:])
     end(ring.hosts[0])
     assert ring.hosts[0].returncode == 0
+
+
+def test_replicas_on_two_hosts_have_the_experts_together(tmp_path: Path) -> None:
+    """The same texts after one is killed, which ends both.
+
+    --hypothesis-profile=long: the texts of one rank, and two ranks each.
+    """
+    is_long = settings.get_current_profile_name() == "long"
+    BY_NAME["qwen3-moe"].save(tmp_path / "model")
+    model = (str(tmp_path / "model"), "--tokenizer", str(TOKENIZER))
+    ring = HostsRing(tmp_path, ("127.0.0.1", "127.0.0.2"), model=model)
+    with ring.stack:
+        ring.start_services()
+        expected = None
+        if is_long:
+            one = ring.run(0, "gpu-worker", *MODEL, "--bind", "tcp://127.0.0.1", "--advertise", "127.0.0.1", log="one")
+            asyncio.run(wait_ready(ring))
+            expected = asyncio.run(texts(ring, None, PROMPTS))
+            end(one)
+        for number in (0, 1):
+            ring.start_replica(number, "-tp", "2" if is_long else "1")
+        asyncio.run(wait_ready(ring))
+        found = asyncio.run(texts(ring, None, PROMPTS))
+        assert expected in (None, found)
+        [killed] = [pid for pid, name in family(ring.hosts[1].pid).items() if name == "gpu_worker 1"]
+        assert asyncio.run(texts(ring, lambda: os.kill(killed, signal.SIGKILL), PROMPTS)) == found
+        assert "replica 1 of 2 has ended; all replicas end" in ring.log(0)
+        ranks = [pid for host in (0, 1) for pid in family(ring.hosts[host].pid)]
+        for process in ring.hosts.values():
+            process.kill()
+            process.wait()
+        wait_gone(ranks)
 
 
 class Namespaces:

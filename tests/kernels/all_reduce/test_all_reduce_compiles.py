@@ -1,4 +1,8 @@
-"""Sums over ranks compile for an H100, with dependent launches, and move 16 bytes at a time."""
+"""Sums over ranks compile for an H100, with dependent launches, and move 16 bytes at a time.
+
+All warps of a program load its number of sums before one stores the next: otherwise a warp that is late takes the
+other half of the buffers, and its words are lost.
+"""
 
 from pathlib import Path
 
@@ -22,6 +26,9 @@ def only_compile_wide(function, *args, grid, warmup, **options):
     loads = [line for line in lines if "ld.volatile.global" in line]
     assert loads and all(".v4." in line for line in loads), loads
     assert sum("griddepcontrol" in line for line in lines) == 2
+    begun = next(i for i, line in enumerate(lines) if "griddepcontrol.wait" in line)
+    behind = [name for line in lines[begun:] for name in ("ld.global.b32", "bar.sync", "st.global") if name in line]
+    assert behind[: behind.index("st.global")] == ["ld.global.b32", "ld.global.b32", "bar.sync"], behind[:8]
     print(function.__name__.strip("_"), kernel.metadata.shared)
 
 JITFunction.run = only_compile_wide

@@ -82,7 +82,7 @@ def test_programs_share_tiles(rows: int, programs: int, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [0, 1, 4, 7])
+@pytest.mark.parametrize("rows", [0, 3, 4, 7])
 def test_rows_are_normalised_or_gated_as_they_are_read(rows: int, dtype: torch.dtype) -> None:
     """Where the product that they are added to has done the same. Large rows, as they are behind many layers: their
     products before the division by a length are more than float16 holds. A part has a bias alone."""
@@ -93,7 +93,8 @@ def test_rows_are_normalised_or_gated_as_they_are_read(rows: int, dtype: torch.d
     weight = 1 + torch.rand(600, device=DEVICE) * 40
     for one in (RMSNorm(weight.to(dtype), 1e-5), RMSNorm(weight, 1e-5), None):
         got, want, rows_of = out.clone(), out.clone(), (both if one is None else x).to(dtype)
-        add_adapters(rows_of, chosen, table, got, norm=one, gated=one is None)
+        tiles = tile_rows(chosen, 3) if rows % 2 else None
+        add_adapters(rows_of, chosen, table, got, norm=one, gated=one is None, tiles=tiles)
         add_adapters_reference(rows_of, chosen, table, want, norm=one, gated=one is None)
         assert torch.equal(got[chosen < 0], out[chosen < 0]) and bool(got.isfinite().all())
         error = float((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-12))
@@ -238,9 +239,9 @@ from blockyard.kernels.lora.adapter_tiles import tile_rows
 
 file.supports_pdl = lambda device: True
 ints = lambda *shape: torch.zeros(*shape, dtype=torch.int32)
-for rows, rank in ((1, 16), (64, 16), (2048, 512)):
-    arena, offsets = torch.zeros(64).bfloat16(), torch.zeros(8, 3, 3).long()
-    table = AdapterTable(arena, offsets, ints(8, 3), ints(3), ints(3), 4096, rank, is_wide=True)
+for rows, rank, parts in ((1, 16, 3), (64, 16, 3), (2048, 512, 3), (2048, 16, 1)):
+    arena, offsets = torch.zeros(64).bfloat16(), torch.zeros(8, parts, 3).long()
+    table = AdapterTable(arena, offsets, ints(8, parts), ints(parts), ints(parts), 4096, rank, is_wide=True)
     x, out, tiles = torch.zeros(rows, 4096).bfloat16(), torch.zeros(rows, 6144).bfloat16(), tile_rows(ints(rows), 8)
     file.add_adapters(x, ints(rows), table, out, tiles=tiles)
     if rows == 1:
@@ -249,7 +250,7 @@ for rows, rank in ((1, 16), (64, 16), (2048, 512)):
         halves = replace(table, arena=arena.half())  # --lora-dtype may be another dtype than the model's
         file.add_adapters(x, ints(rows), halves, out, tiles=tiles)
         file.add_adapters(x.half(), ints(rows), halves, out.half(), tiles=tiles, norm=RMSNorm(x[0].half(), 1e-5))
-table = AdapterTable(arena, offsets.repeat(1, 64, 1), ints(8, 192), ints(3), ints(3), 768, 16, is_wide=True)
+table = AdapterTable(arena, offsets.repeat(1, 192, 1), ints(8, 192), ints(3), ints(3), 768, 16, is_wide=True)
 x, out, weights = torch.zeros(64, 2048).bfloat16(), torch.zeros(512, 1536).bfloat16(), torch.zeros(64, 8)
 file.add_adapters(x, ints(64), table, out, experts=ints(64, 8), weights=weights)
 """

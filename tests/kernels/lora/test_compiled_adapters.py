@@ -43,6 +43,7 @@ for ranks, sizes, inputs in (([[16, 8], [3, 40]], [64, 32], 264), ([[1, 0], [7, 
     norm = RMSNorm((torch.rand(inputs) + 0.5).bfloat16(), 1e-5)
     check(table, few, AdapterTiles(few, few, 1), inputs, norm=norm)
     check(table, few, AdapterTiles(few, few, 1), 2 * inputs, gated=True)
+    check(replace(table, batch_invariant=True), few, AdapterTiles(few, few, 1), inputs)
     check(table, more, tiled(torch.where(more < 0, 2, more)[:, None].int(), 2), inputs)
 """
 OF_SLABS = """
@@ -60,7 +61,7 @@ check(table, more, tiled(experts, 2), 96, experts=experts, weights=torch.rand(7,
 
 def test_rows_of_layers(tmp_path: Path) -> None:
     """Few and more rows, normalised or gated, with widths that are multiples of wide loads and that are not."""
-    assert len(shared_bytes(BEGIN + OF_LAYERS, tmp_path)) == 2 * 3 * 2
+    assert len(shared_bytes(BEGIN + OF_LAYERS, tmp_path)) == 2 * 4 * 2
 
 
 def test_programs_share_tiles(tmp_path: Path) -> None:

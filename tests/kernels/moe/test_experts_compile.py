@@ -32,22 +32,24 @@ combine_experts.combine_experts(inner, 8, None, experts, 2)
 """
 QUANTIZED = """
 from packed_experts import draw, rounding_of
+from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe import map_experts, quantized_grouped, quantized_skinny, round_rows
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.experts_skinny import SkinnyTiling
 from blockyard.kernels.moe.grouped_linear import GroupedTiling
-from blockyard.services.gpu_worker.layers.moe.expert_configs import QUANTIZED_GROUPED, QUANTIZED_SKINNY
+from blockyard.services.gpu_worker.layers.moe.expert_configs import QUANTIZED_GROUPED, QUANTIZED_SKINNY, ROUNDING_SKINNY
 
 for file in (map_experts, quantized_grouped, quantized_skinny, round_rows):
     file.supports_pdl = lambda device: True
 x, inner = torch.zeros(1, 2048).bfloat16(), torch.zeros(8, 768).bfloat16()
 experts, scale = torch.zeros(1, 8).int(), torch.zeros(1, 8)
-few = QUANTIZED_SKINNY[0]
+norm = RMSNorm(x[0], 1e-6)
 for form in ("int4 g128", "mxfp4", "fp8 g128", "int8 inputs"):
     gate_up, down = draw(form, 2, 1536, 2048, "cpu"), draw(form, 2, 2048, 768, "cpu")
     rounding = rounding_of(form)
+    few = (ROUNDING_SKINNY if rounding.kind else QUANTIZED_SKINNY)[0]
     tiling = SkinnyTiling(*few.gate_up)
-    quantized_skinny.gate_up_quantized(x, gate_up, experts, tiling, Gate.SILU, rounding=rounding)
+    quantized_skinny.gate_up_quantized(x, gate_up, experts, tiling, Gate.SILU, rounding=rounding, norm=norm)
     tiling = SkinnyTiling(*few.down)
     quantized_skinny.down_quantized(inner, down, experts, tiling, rounding=rounding, scale=scale)
     given, scales = round_rows.round_rows(x, rounding) if rounding.kind else (x, None)

@@ -10,8 +10,12 @@ from compile_for_hopper import shared_bytes
 from packed_experts import FORMS, draw
 from ptx.experts_mma_cases import GROUPED, SUMS, Case, check_grouped, check_sums
 
-from blockyard.kernels.moe.four_bits import experts_mma as file
-from blockyard.kernels.moe.four_bits.experts_mma import MmaTiling, grouped_mma, mma_form, row_sums
+from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.kernels.moe.four_bits import grouped_mma as grouped_file
+from blockyard.kernels.moe.four_bits import row_sums as sums_file
+from blockyard.kernels.moe.four_bits.grouped_mma import grouped_mma
+from blockyard.kernels.moe.four_bits.mma_form import MmaTiling, mma_form
+from blockyard.kernels.moe.four_bits.row_sums import row_sums
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.quantized.packed_weights import Codes
 
@@ -25,10 +29,10 @@ EMULATED = """
 import torch
 from ptx.launches import emulate_launches
 from ptx.experts_mma_cases import {cases}, {check}
-from blockyard.kernels.moe.four_bits import experts_mma
+from blockyard.kernels.moe.four_bits import mma_form
 
 emulate_launches()
-experts_mma.supports_pdl = lambda device: True
+mma_form.supports_pdl = lambda device: True
 torch.manual_seed(1)
 for case in {cases}:
     {check}(case, "cpu")
@@ -38,7 +42,8 @@ for case in {cases}:
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch, nan_torch: object) -> None:
     """New tensors are found if they are not written."""
-    monkeypatch.setattr(file, "torch", nan_torch)
+    for file in (grouped_file, sums_file):
+        monkeypatch.setattr(file, "torch", nan_torch)
     torch.manual_seed(1)
 
 
@@ -68,7 +73,7 @@ def test_every_form(form: str, dtype: torch.dtype) -> None:
     "tiling", [MmaTiling(32, 8, 2), MmaTiling(64, 4, 1), MmaTiling(32, 2, 1), MmaTiling(16, 16, 1)]
 )
 def test_sizes_of_gpt_oss(tiling: MmaTiling) -> None:
-    one = Case(form="mxfp4", rows=1, inputs=2880, outs=5760, tiling=MmaTiling(*tiling), gate=Gate.CLAMPED_SWIGLU)
+    one = Case(form="mxfp4", rows=1, inputs=2880, outs=5760, tiling=tiling, gate=Gate.CLAMPED_SWIGLU)
     for case in (one, replace(one, rows=9), replace(one, rows=64, tile=16)):
         check_grouped(case, DEVICE)
     for rows in (1, 2):
@@ -94,6 +99,11 @@ def test_what_does_not_fit_is_refused() -> None:
     assert form is not None
     with pytest.raises(ValueError, match="of 256 inputs"):
         grouped_mma(x[:, :128].contiguous(), weights, form, experts, 2, MmaTiling(16, 4, 1))
+    norm = RMSNorm(torch.ones(256), 1e-6)
+    with pytest.raises(ValueError, match=r"4 rows of torch\.bfloat16 are not normalised"):
+        grouped_mma(x.repeat(4, 1), weights, form, experts.repeat(4, 1), 8, MmaTiling(16, 4, 1), norm=norm)
+    with pytest.raises(ValueError, match=r"1 rows of torch\.float16 are not normalised"):
+        grouped_mma(x.half(), weights, form, experts, 2, MmaTiling(16, 4, 1), norm=norm)
     with pytest.raises(ValueError, match="do not fit 3 pairs"):
         row_sums(torch.zeros(3, 256).bfloat16(), weights, form, experts, MmaTiling(16, 4, 1))
     for name, inputs in (("int4 g128", 264), ("int4 g48", 288), ("int4 g32 float zeros", 256), ("int8 rows", 256)):

@@ -76,6 +76,28 @@ def test_sums_of_down(behind: str, form: str, rows: int, top_k: int, dtype: torc
     assert residual is None or got is residual
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_pairs_of_other_ranks_add_nothing(rows: int) -> None:
+    """Their rows stay as they were between the products, even not a number."""
+    x, top_k = torch.randn(rows, SIZE, device=DEVICE), 3
+    weights = [
+        torch.randn(NUM_EXPERTS, OUTS, SIZE, device=DEVICE),
+        torch.randn(NUM_EXPERTS, SIZE, OUTS // 2, device=DEVICE),
+    ]
+    bias, scale = torch.randn(NUM_EXPERTS, SIZE, device=DEVICE), torch.rand(rows, top_k, device=DEVICE)
+    experts = choose(rows, top_k)
+    experts[:, 1] = NUM_EXPERTS
+    inner = gate_up_skinny(x, weights[0], experts, TILING, Gate.SILU)
+    here = (experts < NUM_EXPERTS).flatten()
+    assert inner[~here].isnan().all() and not inner[here].isnan().any()
+    own = experts.clamp(max=NUM_EXPERTS - 1)
+    want = gate_up_skinny_reference(x, weights[0], own, Gate.SILU)
+    assert error(inner[here], want[here]) <= ERROR[torch.float32]
+    got = down_skinny(inner, weights[1], experts, TILING, bias=bias, scale=scale)
+    want = down_skinny_reference(want, weights[1], own, bias=bias, scale=scale * here.view(rows, top_k))
+    assert error(got, want) <= ERROR[torch.float32]
+
+
 def test_no_rows() -> None:
     weight = torch.randn(NUM_EXPERTS, OUTS, SIZE, device=DEVICE)
     experts = torch.empty(0, 2, dtype=torch.int32, device=DEVICE)

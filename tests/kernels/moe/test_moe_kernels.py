@@ -66,6 +66,9 @@ def test_experts_and_weights(rows: int, routing: Routing, with_bias: bool, dtype
         assert torch.equal(expected_weights, route_experts_reference(logits, routing, bias)[1] * factors[expected])
     assert experts.tolist() == expected.tolist()
     assert torch.allclose(weights, expected_weights, rtol=1e-5, atol=1e-7)
+    places = torch.randperm(routing.num_experts + 1, device=DEVICE).int()
+    placed, same = route_experts(logits, routing, bias, factors, places)
+    assert torch.equal(placed, places[expected.long()]) and torch.equal(same, weights)
 
 
 def test_equal_scores_choose_the_first() -> None:

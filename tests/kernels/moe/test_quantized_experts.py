@@ -9,6 +9,7 @@ import torch
 from packed_experts import FORMS, draw, rounding_of
 from torch import Tensor
 
+from blockyard.kernels.layers.add_rms_norm import add_rms_norm
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.layers.rounding import InputRounding
 from blockyard.kernels.moe import quantized_grouped, quantized_skinny
@@ -72,6 +73,20 @@ def grouped(
     codes, scales = round_rows(x, rounding)
     assert (codes.dtype == weights.codes.dtype) == (rounding.kind in NATIVE)
     return grouped_quantized(codes, weights, mapped, pairs, tiling, x.dtype, x_scales=scales, **options)
+
+
+@pytest.mark.parametrize("form", ["int4 g128", "fp8 rows"])
+def test_pairs_of_other_ranks_add_nothing(form: str) -> None:
+    size, tiling, rounding = 128, SkinnyTiling(out_tile=4, in_tile=128, warps=4), rounding_of(form)
+    experts, x = torch.tensor([[EXPERTS, 2]], dtype=torch.int32, device=DEVICE), torch.randn(1, size, device=DEVICE)
+    gate_up, down = draw(form, EXPERTS, 2 * size, size, DEVICE), draw(form, EXPERTS, 9, size, DEVICE)
+    inner = gate_up_quantized(x, gate_up, experts, tiling, Gate.SILU, rounding=rounding)
+    alone = gate_up_quantized(x, gate_up, experts[:, 1:].contiguous(), tiling, Gate.SILU, rounding=rounding)
+    assert torch.equal(inner[1:], alone)
+    inner[0] = 1e30  # whatever was in memory
+    options = {"rounding": rounding, "bias": torch.randn(EXPERTS, 9, device=DEVICE)}
+    got = down_quantized(inner, down, experts, tiling, **options)
+    assert torch.equal(got, down_quantized(alone, down, experts[:, 1:].contiguous(), tiling, **options))
 
 
 @pytest.mark.parametrize(("size", "kind"), [(128, 1), (203, 0)])
@@ -165,11 +180,12 @@ def test_norm_of_few_rows() -> None:
         got = gate_up_quantized(x, weights, experts, SkinnyTiling(4, 64, 4), Gate.SILU, norm=norm)
         want = gate_up_skinny_reference(x, dequantized(weights), experts, Gate.SILU, norm=norm)
         assert error(got, want) <= 2e-5
-    weights = draw("fp8 rows", EXPERTS, 24, 128, DEVICE)
-    with pytest.raises(ValueError, match="the norm is computed before"):
-        gate_up_quantized(
-            x, weights, experts, SkinnyTiling(4, 64, 4), Gate.SILU, norm=norm, rounding=rounding_of("fp8 rows")
-        )
+    tiling, normed = SkinnyTiling(4, 128, 4), add_rms_norm(x, None, norm.weight, norm.eps)
+    for form in ("fp8 rows", "fp8 g32", "int8 inputs with zeros"):
+        weights, rounding = draw(form, EXPERTS, 24, 128, DEVICE), rounding_of(form)
+        got = gate_up_quantized(x, weights, experts, tiling, Gate.SILU, norm=norm, rounding=rounding)
+        want = gate_up_quantized(normed, weights, experts, tiling, Gate.SILU, rounding=rounding)
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

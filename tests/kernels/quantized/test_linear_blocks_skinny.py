@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from compile_for_hopper import shared_bytes
-from packed_experts import FORMS, NF4, draw
+from packed_experts import NF4, WEIGHT_ONLY, draw
 from torch import Tensor
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
@@ -18,7 +18,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PDL = DEVICE == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 ERROR = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-WEIGHT_ONLY = [name for name in FORMS if name != "int4 g48" and FORMS[name][1] in (0, 16, 32, 64, 128)]
 
 
 @pytest.fixture(autouse=True)

@@ -24,6 +24,11 @@ def test_paths_below_the_folder_alone(tmp_path: Path) -> None:
         with pytest.raises(RequestError) as e:
             find_folder(wrong, str(base))
         assert e.value.field == "lora_path"
+    (base / "loop").symlink_to(base / "loop")
+    for unreadable in ("loop", "y" * 300):  # too long for a name of a file
+        with pytest.raises(RequestError) as e:
+            find_folder(unreadable, str(base))
+        assert str(base) not in str(e.value)
 
 
 def folder_of(base: Path, name: str) -> Path:

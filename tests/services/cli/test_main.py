@@ -63,6 +63,11 @@ def blockyard(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
             "blockyard serve: error: --kv-transfer-config: kv_connector needs kv_role: kv_producer, kv_consumer or "
             "kv_both",
         ),
+        (
+            ["serve", "demo", "--max-model-len", "8K"],
+            "blockyard serve: error: --max-model-len 8192 is more than the 4096 tokens config.json allows; "
+            "--hf-overrides or --rope-scaling can extend that",
+        ),
         (["run", "scheduler"], "blockyard run: error: run: --message-bus is needed, e.g. tcp://message-bus:5700"),
         (["sreve"], "blockyard sreve: error: no such command; did you mean serve?"),
         (["ring", "x", "--run-dir", "/x"], "blockyard ring: error: expected flags and --check, got x"),

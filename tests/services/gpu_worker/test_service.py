@@ -107,14 +107,14 @@ def worker() -> tuple[Worker, FakeLinks, StubRunner]:
 
 def test_attach_answers_with_geometry_and_block_hashes() -> None:
     it, links, runner = worker()
-    it.session.handle(OLD, Attach(OLD, num_slots=9, depth=1))
-    assert links.answered == [(OLD, Attached(ME, OLD, runner.geometry, [3], b"n" * 16, [5], b"h" * 16))]
+    it.session.handle(OLD, Attach(OLD, num_slots=9))
+    assert links.answered == [(OLD, Attached(OLD, runner.geometry, [3], b"n" * 16, [5], b"h" * 16))]
     assert runner.log == [("reset", 9)]
 
 
 def test_plans_are_answered_before_rows_are_sampled_on_the_host() -> None:
     it, links, runner = worker()
-    it.session.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, Attach(OLD, 9))
     it.session.handle(OLD, plan(1))
     answers: list[int] = []
     runner.on_sample = lambda: answers.append(sum(isinstance(frame, StepResult) for _, frame in links.answered))
@@ -124,7 +124,7 @@ def test_plans_are_answered_before_rows_are_sampled_on_the_host() -> None:
 
 def test_plans_run_in_order_and_each_is_answered() -> None:
     it, links, runner = worker()
-    it.session.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, Attach(OLD, 9))
     it.session.handle(OLD, plan(1))
     it.session.handle(OLD, plan(2))
     it.step()
@@ -132,20 +132,20 @@ def test_plans_run_in_order_and_each_is_answered() -> None:
     it.step()  # nothing left: does nothing
     assert runner.log[1:] == [("plan", 1), ("plan", 2)]
     answers = [frame for _, frame in links.answered if isinstance(frame, StepResult)]
-    assert [(a.worker, a.number, unpack(a.token_ids)) for a in answers] == [(ME, 1, [5]), (ME, 2, [5])]
+    assert [(a.number, unpack(a.token_ids)) for a in answers] == [(1, [5]), (2, [5])]
     assert all(a.stamp_s > 1e9 and a.step_s >= 0 for a in answers)
 
 
 def test_attach_drops_what_is_queued_and_fences_the_older_scheduler() -> None:
     it, links, runner = worker()
-    it.session.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, Attach(OLD, 9))
     it.session.handle(OLD, plan(1))
-    it.session.handle(NEW, Attach(NEW, 5, 1))
-    assert (OLD, Fenced(OLD)) in links.answered  # told at once, because it may have no more plans to send
+    it.session.handle(NEW, Attach(NEW, 5))
+    assert (OLD, Fenced()) in links.answered  # told at once, because it may have no more plans to send
     it.step()
     assert ("plan", 1) not in runner.log
     it.session.handle(OLD, plan(2))
-    assert links.answered[-1] == (OLD, Fenced(OLD))
+    assert links.answered[-1] == (OLD, Fenced())
     it.session.handle(NEW, plan(1, NEW))
     it.step()
     assert links.answered[-1][0] == NEW
@@ -153,16 +153,16 @@ def test_attach_drops_what_is_queued_and_fences_the_older_scheduler() -> None:
 
 def test_a_gap_in_plan_numbers_drops_slots_and_asks_for_an_attach() -> None:
     it, links, runner = worker()
-    it.session.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, Attach(OLD, 9))
     it.session.handle(OLD, plan(1))
     it.session.handle(OLD, plan(3))
-    assert links.answered[-1] == (OLD, OutOfStep(ME, 2))
+    assert links.answered[-1] == (OLD, OutOfStep(2))
     assert runner.log[-1] == ("reset", 0)
     count = len(links.answered)
     it.session.handle(OLD, plan(4))  # was in flight: one OutOfStep is enough
     it.step()
     assert len(links.answered) == count
-    it.session.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, Attach(OLD, 9))
     it.session.handle(OLD, plan(1))
     it.step()
     assert runner.log[-1] == ("plan", 1)
@@ -171,13 +171,13 @@ def test_a_gap_in_plan_numbers_drops_slots_and_asks_for_an_attach() -> None:
 def test_a_plan_before_any_attach_is_refused() -> None:
     it, links, _ = worker()
     it.session.handle(OLD, plan(1))
-    assert links.answered == [(OLD, Fenced(OLD))]
+    assert links.answered == [(OLD, Fenced())]
 
 
 def test_queued_plans_of_a_dead_scheduler_are_not_run() -> None:
     it, _, runner = worker()
     scheduler = Member("scheduler", Role.SCHEDULER, OLD, "ipc://s")
-    it.session.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, Attach(OLD, 9))
     it.session.handle(OLD, plan(1))
     it.session.handle(NEW, Gone(Member("other", Role.DETOKENIZER, NEW, "")))
     assert len(it.session.plans) == 1
@@ -189,19 +189,19 @@ def test_queued_plans_of_a_dead_scheduler_are_not_run() -> None:
 def test_a_scheduler_wrongly_taken_for_dead_attaches_again() -> None:
     it, links, _ = worker()
     scheduler = Member("scheduler", Role.SCHEDULER, OLD, "ipc://s")
-    it.session.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, Attach(OLD, 9))
     it.session.handle(OLD, plan(1))
     it.session.handle(OLD, Gone(scheduler))
     it.session.handle(OLD, plan(2))  # ignored: the previous plan was dropped
     it.session.handle(OLD, Joined(scheduler))
-    assert links.answered[-1] == (OLD, OutOfStep(ME, 1))
+    assert links.answered[-1] == (OLD, OutOfStep(1))
     assert not it.session.plans
 
 
 def test_counters_show_running_and_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counters, "PUBLISH_S", 0.0)
     it, links, _ = worker()
-    it.session.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, Attach(OLD, 9))
     it.session.handle(OLD, plan(1))
     seen = []
     for _ in range(2):
@@ -227,7 +227,7 @@ def test_counters_tell_steps_with_prefill_from_others(monkeypatch: pytest.Monkey
 
 def test_a_scheduler_that_is_listed_only_after_it_attached_is_not_asked_to_attach_again() -> None:
     it, links, _ = worker()
-    it.session.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, Attach(OLD, 9))
     it.session.handle(OLD, Joined(Member("scheduler", Role.SCHEDULER, OLD, "ipc://s")))
     it.session.handle(OLD, plan(1))
     it.step()
@@ -236,7 +236,7 @@ def test_a_scheduler_that_is_listed_only_after_it_attached_is_not_asked_to_attac
 
 def test_the_next_plan_is_launched_while_one_runs_and_results_keep_their_order() -> None:
     it, links, runner = worker()
-    it.session.handle(OLD, Attach(OLD, 9, 2))
+    it.session.handle(OLD, Attach(OLD, 9))
     runner.held = True
     for number in (1, 2, 3):
         it.session.handle(OLD, plan(number))
@@ -252,7 +252,7 @@ def test_the_next_plan_is_launched_while_one_runs_and_results_keep_their_order()
 
 def test_results_in_flight_of_a_dropped_scheduler_are_dropped() -> None:
     it, links, runner = worker()
-    it.session.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, Attach(OLD, 9))
     runner.held = True
     it.session.handle(OLD, plan(1))
     it.step()
@@ -261,11 +261,11 @@ def test_results_in_flight_of_a_dropped_scheduler_are_dropped() -> None:
     it.step()
     assert [type(frame) for _, frame in links.answered] == [Attached]
     assert it.counters.steps == 1
-    it.session.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, Attach(OLD, 9))
     runner.held = True
     it.session.handle(OLD, plan(1))
     it.step()
-    it.session.handle(NEW, Attach(NEW, 9, 1))
+    it.session.handle(NEW, Attach(NEW, 9))
     assert runner.log[-1] == ("reset", 9)  # waits for plans in flight
     runner.held = False
     it.session.handle(NEW, plan(1, NEW))
@@ -275,7 +275,7 @@ def test_results_in_flight_of_a_dropped_scheduler_are_dropped() -> None:
 
 def test_an_error_of_the_device_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     it, links, runner = worker()
-    it.session.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, Attach(OLD, 9))
     it.session.handle(OLD, plan(1))
 
     def fails() -> list[CompletedPlan]:
@@ -303,7 +303,7 @@ def test_the_device_of_another_rank_makes_suspects_and_a_kill_does_not(
 ) -> None:
     links, runner, ranks, stopped = FakeLinks(MEMBER), StubRunner(), StubRanks(), threading.Event()
     it = Worker(links, runner, None, ranks)
-    it.session.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, Attach(OLD, 9))
     it.session.handle(OLD, plan(1))
 
     def fails() -> list[CompletedPlan]:
@@ -328,7 +328,7 @@ def test_the_device_of_another_rank_makes_suspects_and_a_kill_does_not(
 
 def test_plans_in_flight_are_answered_before_it_ends() -> None:
     it, links, runner = worker()
-    it.session.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, Attach(OLD, 9))
     runner.held = True
     it.session.handle(OLD, plan(1))
     it.step()

@@ -121,7 +121,7 @@ class Transfers:
 
     def on_plan_done(self, plan: StepPlan) -> None:
         self.log.append(("sends", plan.number))
-        self.answers.append(KVSendEnded(ME, 5, True))
+        self.answers.append(KVSendEnded(5, True))
 
     def count(self, stats: Stats) -> Stats:
         return msgspec.structs.replace(stats, sends_to=[OTHER])
@@ -139,7 +139,7 @@ def worker(runner: Runner | None = None) -> tuple[Worker, FakeLinks, Transfers, 
     links, log = FakeLinks(Member("worker", Role.GPU_WORKER, ME, "ipc://w")), runner.log
     transfers = Transfers(log)
     it = Worker(links, runner, transfers)
-    it.session.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, Attach(OLD, 9))
     log.clear()
     return it, links, transfers, log
 
@@ -153,7 +153,7 @@ SEND = KVSend(5, OTHER, 1, b"ipc://o", [1], [2], True)
 
 def test_attached_has_the_memory_and_the_open_transfers() -> None:
     it, links, _, log = worker()
-    it.session.handle(NEW, Attach(NEW, 9, 1))
+    it.session.handle(NEW, Attach(NEW, 9))
     assert log == ["reset", "open"], "the runner is awake before its memory is used"
     attached = links.answered[-1][1]
     assert isinstance(attached, Attached) and attached.geometry.kv_role is KVRole.DECODE
@@ -176,28 +176,28 @@ def test_frames_of_the_attached_scheduler_reach_the_transfers() -> None:
 
 def test_a_question_is_answered_after_all_that_was_to_be_said_before() -> None:
     it, links, transfers, _ = worker()
-    transfers.answers.append(KVLanded(ME, 7, [1], [], True))
+    transfers.answers.append(KVLanded(7, [1], [], True))
     it.session.handle(OLD, KVAudit(3))
     assert links.answered[-2:] == [
-        (OLD, KVLanded(ME, 7, [1], [], True)),
-        (OLD, KVOpenTransfers(ME, 3, [9, 8], [[1, 2], [3]])),
+        (OLD, KVLanded(7, [1], [], True)),
+        (OLD, KVOpenTransfers(3, [9, 8], [[1, 2], [3]])),
     ]
     it.session.handle(NEW, KVAudit(3))
-    assert links.answered[-1] == (NEW, Fenced(NEW))
+    assert links.answered[-1] == (NEW, Fenced())
 
 
 def test_frames_of_another_scheduler_are_refused() -> None:
     it, links, _, log = worker()
     it.session.handle(NEW, RECEIVE)
     it.session.handle(NEW, KVAbort(1))
-    assert log == [] and links.answered[-2:] == [(NEW, Fenced(NEW))] * 2
+    assert log == [] and links.answered[-2:] == [(NEW, Fenced())] * 2
 
 
 def test_out_of_step_only_aborts_are_served() -> None:
     """A KVReceive was sent before the scheduler knew: its blocks may be given out again by now."""
     it, links, _, log = worker()
     it.session.handle(OLD, plan(3))
-    assert links.answered[-1] == (OLD, OutOfStep(ME, 1))
+    assert links.answered[-1] == (OLD, OutOfStep(1))
     log.clear()
     it.session.handle(OLD, RECEIVE)
     it.session.handle(OLD, KVAbort(2))
@@ -228,9 +228,9 @@ def test_sends_of_plans_that_no_scheduler_waits_for_are_ignored() -> None:
 
 def test_answers_go_to_the_scheduler_that_is_attached_now() -> None:
     it, links, _, _ = worker()
-    ended = KVLanded(ME, 3, [], [], True)
+    ended = KVLanded(3, [], [], True)
     it.session.handle(OLD, Gone(Member("scheduler", Role.SCHEDULER, OLD, "ipc://s")))
-    it.session.handle(NEW, Attach(NEW, 9, 1))
+    it.session.handle(NEW, Attach(NEW, 9))
     it.session.answer_transfers([ended])
     assert links.answered[-1] == (NEW, ended)
 
@@ -252,7 +252,7 @@ def test_transfers_end_before_the_memory_is_freed() -> None:
 def worker_without_transfers() -> tuple[Worker, FakeLinks]:
     links = FakeLinks(Member("worker", Role.GPU_WORKER, ME, "ipc://w"))
     it = Worker(links, Runner([]))
-    it.session.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, Attach(OLD, 9))
     return it, links
 
 
@@ -261,16 +261,16 @@ def test_a_worker_without_transfers_says_that_each_has_ended() -> None:
     for frame in (RECEIVE, KVAbort(4), KVAbort(5, True), KVAudit(3)):
         it.session.handle(OLD, frame)
     assert links.answered[1:] == [
-        (OLD, KVLanded(ME, RECEIVE.transfer, [], [], True)),
-        (OLD, KVLanded(ME, 4, [], [], True)),
-        (OLD, KVSendEnded(ME, 5, False)),
-        (OLD, KVOpenTransfers(ME, 3)),
+        (OLD, KVLanded(RECEIVE.transfer, [], [], True)),
+        (OLD, KVLanded(4, [], [], True)),
+        (OLD, KVSendEnded(5, False)),
+        (OLD, KVOpenTransfers(3)),
     ]
 
 
 def test_a_worker_without_transfers_ignores_sends_and_other_workers() -> None:
     it, links = worker_without_transfers()
-    assert links.answered == [(OLD, Attached(ME, OLD, GEOMETRY))]
+    assert links.answered == [(OLD, Attached(OLD, GEOMETRY))]
     it.session.handle(OTHER, Gone(Member("other", Role.GPU_WORKER, OTHER, "ipc://o")))
     it.session.handle(OLD, plan(1, SEND))
     it.step()
@@ -322,7 +322,7 @@ def test_the_loop_does_not_wait_for_the_plan_of_blocks_that_have_landed(monkeypa
     transfers = Transfers(log)
 
     def land() -> None:
-        transfers.answers.append(KVLanded(ME, 5, [1, 2], [], True))
+        transfers.answers.append(KVLanded(5, [1, 2], [], True))
 
     def later() -> None:
         nonlocal now
@@ -337,15 +337,15 @@ def test_the_loop_does_not_wait_for_the_plan_of_blocks_that_have_landed(monkeypa
 def test_transfers_are_closed_and_answered_at_the_end() -> None:
     log = list[object]()
     transfers = Transfers(log)
-    links = PolledLinks([lambda: [(OLD, Attach(OLD, 9, 1))]])
+    links = PolledLinks([lambda: [(OLD, Attach(OLD, 9))]])
     it = Worker(links, Runner(log), transfers)
     close = transfers.close
 
     def close_with_answer() -> None:
         close()
-        transfers.answers.append(KVSendEnded(ME, 5, False))
+        transfers.answers.append(KVSendEnded(5, False))
 
     transfers.close = close_with_answer  # type: ignore[method-assign]
     it.run(links.stopped)
-    assert log[-1] == "close" and links.answered[-1] == (OLD, KVSendEnded(ME, 5, False))
+    assert log[-1] == "close" and links.answered[-1] == (OLD, KVSendEnded(5, False))
     assert service.TRANSFER_POLL_S <= 0.001

@@ -54,17 +54,6 @@ def test_ray_starts_ranks_if_gpus_are_missing(tmp_path: Path, cluster: str) -> N
             choose(tmp_path, {**environ, "CUDA_VISIBLE_DEVICES": gpus}, *FOUR_RANKS, *flags)
 
 
-def test_ray_starts_no_replicas_with_the_experts_together(tmp_path: Path, cluster: str) -> None:
-    values = parsed_flags.Values(parsed_flags.from_command_line(FOUR_RANKS)[0])
-    workers = [
-        msgspec.structs.replace(one, expert_replicas=2, replica=i)
-        for i, one in enumerate(deployment(tmp_path, *FOUR_RANKS).workers)
-    ]
-    said = "need 4 GPUs, and there are 2 here; .*replicas that have the experts together are processes of one machine"
-    with pytest.raises(ConfigError, match=said):
-        executors.choose(workers, values, {"RAY_ADDRESS": cluster, **TWO_GPUS})
-
-
 def test_the_address_is_that_of_the_last_cluster_of_this_machine(tmp_path: Path, cluster: str) -> None:
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "ray_current_cluster").write_text(f"{cluster}\n")

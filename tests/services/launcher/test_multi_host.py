@@ -11,6 +11,7 @@ from blockyard.services.launcher.models import model_files
 from blockyard.services.launcher.multi_host import bus_config, run, service_config
 from blockyard.services.launcher.supervision.ring import local_bus
 from blockyard.services.launcher.supervision.run_dir import SERVICES
+from blockyard.shared.config import worker_fields
 from blockyard.shared.config.parsed_flags import Values, from_command_line
 from blockyard.shared.config.resolve import resolve
 from blockyard.shared.config.services.scheduler import SchedulerConfig
@@ -119,6 +120,17 @@ def test_a_worker_process_has_a_role_and_the_address_of_its_config() -> None:
 def test_a_process_has_one_role(flag: str) -> None:
     with pytest.raises(ConfigError, match=f"^{flag}: `run` starts one process; give gpu-workers a --role$"):
         run(["gpu-worker", "demo", *TCP, flag, "2"])
+
+
+def test_a_replica_is_a_process_with_a_number() -> None:
+    asked = ("-dp", "3", "--data-parallel-rank", "2", "--enable-expert-parallel", "--bind", "tcp://10.0.0.7")
+    config = service_config("gpu_worker", values("--model", "demo", *TCP, *asked, "--name", "left"))
+    assert isinstance(config, WorkerConfig)
+    assert (config.process.name, config.process.bus.advertise) == ("left 2", "10.0.0.7")
+    assert not config.replicas_apart, "a model without experts"
+    here = values("--model", "demo", "--data-parallel-rank", "0")
+    with pytest.raises(ConfigError, match="--data-parallel-rank: is for `blockyard run gpu-worker`"):
+        worker_fields.check_one_host(here)
 
 
 def test_a_process_is_one_worker() -> None:

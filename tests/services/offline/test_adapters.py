@@ -60,7 +60,7 @@ def test_what_is_refused_by_name(llm: LLM) -> None:
             {"prompt_adapter_request": PromptAdapterRequest("no")},
             "'no' is not loaded, and prompt_adapter_local",
         ),
-        ({"prompt_adapter_request": PromptAdapterRequest("x", 1, "/broken")}, "/broken is broken"),
+        ({"prompt_adapter_request": PromptAdapterRequest("x", 1, "/broken")}, "adapter 'x': it is broken"),
         ({"lora_request": LoRARequest("tuned")}, "'tuned' is a prompt adapter"),
     ):
         with pytest.raises(RequestError, match=text):

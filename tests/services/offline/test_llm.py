@@ -434,6 +434,8 @@ def ring_threads() -> set[threading.Thread]:
 def test_an_error_at_the_start_is_raised(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         LLM("./not/there")
+    with pytest.raises(ConfigError, match="max_model_len 5000 is more than the 4096 tokens"):
+        LLM("demo", max_model_len=5000)
     before = ring_threads()
     with pytest.raises(BlockyardError, match=r"tokenizer(_pool)? 0: .*has neither tokenizer\.json nor"):
         LLM(worker_cls="mock", tokenizer=tmp_path, log_level="error")

@@ -176,7 +176,7 @@ def test_a_result_that_is_not_the_next_means_attach_again(ring: type[Ring]) -> N
     it = ring()
     it.submit("a", 5, max_tokens=30)
     it.steps(4)
-    it.world.tell(it.worker.incarnation, StepResult(it.worker.incarnation, 99, [], 0.0))
+    it.world.tell(it.worker.incarnation, StepResult(99, [], 0.0))
     it.finish()
     assert sum(isinstance(o.frame, Attach) for o in it.world.sent) == 2
     assert len(it.output("a").ids) == 30
@@ -189,7 +189,7 @@ def test_while_a_worker_is_attached_again_its_sequences_run_in_another_group(rin
     it.submit("a", 9, max_tokens=30)
     first, second = (it.worker, other) if it.worker.busy() else (other, it.worker)
     assert not second.busy()
-    it.world.tell(first.incarnation, StepResult(first.incarnation, 99, [], 0.0))
+    it.world.tell(first.incarnation, StepResult(99, [], 0.0))
     assert isinstance(second.inbox[0], StepPlan), "at once, before the first one answers"
     it.finish()
 
@@ -199,7 +199,7 @@ def test_out_of_step_before_the_answer_to_attach_changes_nothing(ring: type[Ring
     it.submit("a", 5, max_tokens=30)
     it.steps(4)
     for _ in range(2):
-        it.world.tell(it.worker.incarnation, OutOfStep(it.worker.incarnation, 1))
+        it.world.tell(it.worker.incarnation, OutOfStep(1))
     it.finish()
     assert sum(isinstance(o.frame, Attach) for o in it.world.sent) == 2
 
@@ -208,7 +208,7 @@ def test_an_attachment_to_another_scheduler_is_ignored(ring: type[Ring]) -> None
     world = World(ring().world.shape)
     worker = world.add_worker()
     geometry = Geometry(64, 4, 64, 1000, [], 4, 16)
-    world.tell(worker.incarnation, Attached(worker.incarnation, 99, geometry))
+    world.tell(worker.incarnation, Attached(99, geometry))
     assert world.core.card is None
     world.settle()
     assert world.core.card is not None
@@ -229,7 +229,7 @@ def test_an_answer_to_an_earlier_attach_is_ignored(ring: type[Ring]) -> None:
     world, worker = it.world, it.worker
     world.tell(it.gateway.incarnation, Control("1", ControlVerb.RESET_PREFIX_CACHE))
     assert worker.incarnation not in world.core.groups
-    world.tell(worker.incarnation, Attached(worker.incarnation, 1, worker.runner.geometry, [0], b"h" * 16))
+    world.tell(worker.incarnation, Attached(1, worker.runner.geometry, [0], b"h" * 16))
     assert worker.incarnation not in world.core.groups, "the answer to a repeated first Attach"
     it.finish()
     assert worker.incarnation in world.core.groups
@@ -238,7 +238,7 @@ def test_an_answer_to_an_earlier_attach_is_ignored(ring: type[Ring]) -> None:
 def test_fenced_ends_the_scheduler(ring: type[Ring]) -> None:
     it = ring()
     with pytest.raises(FencedError, match="another scheduler has taken"):
-        it.world.tell(it.worker.incarnation, Fenced(1))
+        it.world.tell(it.worker.incarnation, Fenced())
 
 
 def test_two_groups_share_the_queue(ring: type[Ring]) -> None:

@@ -55,7 +55,7 @@ def service() -> tuple[Service, FakeLinks]:
 
 def attached() -> tuple[Service, FakeLinks]:
     it, links = service()
-    it.on_event(WORKER.incarnation, Attached(WORKER.incarnation, ME.incarnation, GEOMETRY), 0.0)
+    it.on_event(WORKER.incarnation, Attached(ME.incarnation, GEOMETRY), 0.0)
     it.step(0.0)
     return it, links
 
@@ -68,9 +68,9 @@ def generate(it: Service, request_id: str = "r") -> None:
 
 def test_ready_with_the_final_card_once_a_worker_is_attached() -> None:
     it, links = service()
-    assert links.sent == [(2, Attach(1, num_slots=5, depth=1))]
+    assert links.sent == [(2, Attach(1, num_slots=5))]
     assert not links.me.ready
-    it.on_event(2, Attached(2, 1, GEOMETRY), 0.0)
+    it.on_event(2, Attached(1, GEOMETRY), 0.0)
     it.step(0.0)
     assert links.me.ready
     assert links.me.card is not None
@@ -82,12 +82,12 @@ def test_ready_with_the_final_card_once_a_worker_is_attached() -> None:
 def test_notes_follow_the_roles_of_workers() -> None:
     it, links = service()
     prefill, decode = (msgspec.structs.replace(GEOMETRY, kv_role=role) for role in (KVRole.PREFILL, KVRole.DECODE))
-    it.on_event(2, Attached(2, 1, prefill), 0.0)
+    it.on_event(2, Attached(1, prefill), 0.0)
     it.step(0.0)
     assert not any("decode" in note for note in links.me.notes)
     links.members[8] = Member("gpu_worker 1", Role.GPU_WORKER, 8, "", model="m", ready=True)
     it.on_event(8, Joined(links.members[8]), 0.0)
-    it.on_event(8, Attached(8, 1, decode), 0.0)
+    it.on_event(8, Attached(1, decode), 0.0)
     it.step(0.0)
     assert any("1 decode group" in note for note in links.me.notes)
 
@@ -112,7 +112,7 @@ def test_one_turn_sends_the_plan_before_the_text() -> None:
     generate(it)
     assert [type(frame) for _, frame in links.answered] == [Accepted]
     links.sent.clear()
-    it.on_event(2, StepResult(2, 1, [SlotResult(0, [7], 4)], stamp_s=9.0), 0.0)
+    it.on_event(2, StepResult(1, [SlotResult(0, [7], 4)], stamp_s=9.0), 0.0)
     it.step(0.0)
     assert [type(frame) for _, frame in links.sent] == [StepPlan, TokenBatch]
     batch = links.sent[1][1]
@@ -165,7 +165,7 @@ def test_a_result_of_a_lost_worker_is_dropped() -> None:
     it, links = attached()
     generate(it)
     it.on_event(2, Gone(WORKER), 0.0)
-    it.on_event(2, StepResult(2, 1, [SlotResult(0, [7], 4)], stamp_s=9.0), 0.0)
+    it.on_event(2, StepResult(1, [SlotResult(0, [7], 4)], stamp_s=9.0), 0.0)
     it.step(1.0)
     assert (links.me.stats.waiting, links.me.stats.output_tokens_total) == (1, 0)
 

@@ -73,4 +73,5 @@ def test_a_folder_that_is_gone_is_an_answer(rig: TextRig, adapter: AdapterTokeni
     workers = rig.settle()
     [found] = rig.ask(Tokenize("1", "m", text="x", adapter=gone))
     assert isinstance(found, TextRejected) and found.field == "model" and "cannot be read" in found.message
+    assert str(tmp_path) not in found.message
     assert rig.settle() == workers

@@ -12,9 +12,9 @@ from blockyard.shared.bus.curve import new_keys
 from blockyard.shared.bus.frame_links import FrameLink, FrameListener
 from blockyard.shared.bus.sockets import PART_BYTES, Sockets
 from blockyard.shared.config.services.process import BusConfig
-from blockyard.shared.messages import Hello, Leave, MembersRequest
+from blockyard.shared.messages import Hello, Leave, LinkLost
 
-Frames = Hello | MembersRequest
+Frames = Hello | LinkLost
 
 
 @pytest.fixture(params=["ipc", "tcp"])
@@ -75,7 +75,7 @@ def test_frames_arrive_in_order_until_one_end_closes(sockets: Sockets, closing: 
     with pytest.raises(TimeoutError):
         ends[0].receive()
     long = Hello(1, 2, "x" * 3 * PART_BYTES)
-    frames = [MembersRequest(str(i)) for i in range(100)]
+    frames = [LinkLost(i) for i in range(100)]
     for end, link in zip(ends, links, strict=True):
         for frame in frames:
             end.send(frame)

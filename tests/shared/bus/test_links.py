@@ -359,5 +359,5 @@ def test_a_send_does_not_hide_a_frame_that_arrived_before_it(tmp_path: Path) -> 
 
 def test_members_list_decodes_as_sent() -> None:
     member = Member("a", Role.SCHEDULER, 1, "ipc:///x")
-    data = msgspec.msgpack.encode(Members(7, True, [member]))
+    data = msgspec.msgpack.encode(Members(True, [member]))
     assert msgspec.msgpack.decode(data, type=Members).members == [member]

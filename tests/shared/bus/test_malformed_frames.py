@@ -144,7 +144,7 @@ def test_the_link_to_the_registry(bus: BusConfig) -> None:
         with Links("a", Role.SCHEDULER, bus, Accepts) as a:
             until(lambda: bool(bad_registry.poll(0)), a)
             route, _ = bad_registry.recv_multipart()
-            news = Members(1, True, [Member("p", Role.DETOKENIZER, 77, "ipc:///nowhere")])
+            news = Members(True, [Member("p", Role.DETOKENIZER, 77, "ipc:///nowhere")])
             for wire in (*NOISE, msgspec.msgpack.encode(news)):
                 bad_registry.send_multipart((route, wire))
             until(lambda: 77 in a.members, a)

@@ -9,7 +9,7 @@ ME = Member("me", Role.API_GATEWAY, 9, "ipc:///me")
 
 
 def news(*members: Member, settled: bool = True) -> Members:
-    return Members(5, settled, list(members))
+    return Members(settled, list(members))
 
 
 def test_own_entry_is_not_a_member() -> None:

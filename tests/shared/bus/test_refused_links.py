@@ -105,7 +105,7 @@ def test_a_member_of_another_version_is_not_reported_as_dead(tmp_path: Path) -> 
 
 def test_a_refused_member_is_tried_again_later() -> None:
     peer = Member("odd", Role.GPU_WORKER, PEER, "ipc:///odd")
-    listed, members = Members(1, True, [peer]), MemberList(own=1)
+    listed, members = Members(True, [peer]), MemberList(own=1)
     members.push(listed, 0.0)
     assert [type(e) for e in members.link_broke(PEER, 0.0, REFUSED_S)] == [Gone]
     assert not members.push(listed, REFUSED_S - 0.1)

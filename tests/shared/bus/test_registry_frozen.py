@@ -123,7 +123,7 @@ def test_a_member_that_hears_no_list_dials_anew(tmp_path: Path, monkeypatch: pyt
                 if route not in routes:
                     routes.append(route)
                 if answers:
-                    send_frame(server, encode(Members(1, True, [a.me])), route)
+                    send_frame(server, encode(Members(True, [a.me])), route)
             return routes
 
         until(lambda: bool(hears()) and time.monotonic() > stays_until, a)

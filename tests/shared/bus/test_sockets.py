@@ -109,7 +109,7 @@ def test_a_membership_list_of_any_size_arrives(tmp_path: Path) -> None:
     """An entry with many notes, and so both an announcement and a list, is larger than a part."""
     bus = BusConfig(registry=f"ipc://{tmp_path}/bus", bind=f"ipc://{tmp_path}")
     notes = [f"note {i} " * 20 for i in range(2000)]
-    assert len(msgspec.msgpack.encode(Members(1, True, [Member("a", Role.SCHEDULER, 1, "", notes=notes)]))) > PART_BYTES
+    assert len(msgspec.msgpack.encode(Members(True, [Member("a", Role.SCHEDULER, 1, "", notes=notes)]))) > PART_BYTES
     with (
         registry(bus),
         Links("a", Role.SCHEDULER, bus, Detokenize) as a,

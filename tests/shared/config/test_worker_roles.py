@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from blockyard.shared.config import host_memory, parsed_flags, resolve, worker_roles
@@ -53,6 +54,7 @@ def test_without_roles_there_are_no_transfers() -> None:
         ((*APART, "--data-parallel-size", "2"), ["0", "1", "prefill 0", "decode 0"]),
         ((*APART, "--data-parallel-size", "1"), ["0", "prefill 0", "decode 0"]),
         (("--prefill-workers", "2"), ["prefill 0", "prefill 1"]),
+        ((*APART, "--decode.data-parallel-size", "2"), ["prefill 0", "decode 0", "decode 1"]),
         ((*APART, "--kv-transfer-config.kv_role", "kv_both"), ["prefill 0", "decode 0"]),
     ],
 )
@@ -163,6 +165,10 @@ def test_names_in_the_environment_and_in_python() -> None:
             "--prefill.max-num-seqs: there are no prefill workers; give --prefill-workers",
         ),
         (
+            ("--decode-data-parallel-size", "2"),
+            "--decode-data-parallel-size: there are no decode workers; give --decode-workers",
+        ),
+        (
             (*APART, "--decode.max-num-batched-tokens", "64"),
             "--decode.max-num-batched-tokens 64: at least --max-num-seqs, 256, is needed",
         ),
@@ -191,6 +197,33 @@ def test_what_cannot_be_is_one_line(args: tuple[str, ...], line: str) -> None:
     with pytest.raises(ConfigError) as error:
         deploy(*args)
     assert str(error.value) == line
+
+
+MIXTURE = msgspec.structs.replace(MODEL, config={"architectures": ["MixtralForCausalLM"], "num_local_experts": 6})
+REPLICA = ("-dp", "2", "--data-parallel-rank", "1", "--enable-expert-parallel")
+
+
+def test_a_replica_of_several_processes() -> None:
+    apart = {"expert_replicas": 2, "replica": 1, "replicas_apart": True, "rank_group": "gpu_worker"}
+    assert worker_roles.of_replica(values(*REPLICA), MIXTURE, BUS) == apart
+    assert worker_roles.of_replica(values(*REPLICA, "--name", "left"), MIXTURE, BUS)["rank_group"] == "left"
+    assert worker_roles.of_replica(values(*REPLICA), MODEL, BUS) == {}, "it has no experts"
+    assert worker_roles.of_replica(values(), MIXTURE, BUS) == {}
+
+
+@pytest.mark.parametrize(
+    ("args", "bind", "said"),
+    [
+        (("-dpn", "2"), "tcp://10.0.0.7", "-dpn 2: replicas of -dp 2 have numbers below 2"),
+        (("--no-enable-expert-parallel",), "tcp://10.0.0.7", "is for replicas with --enable-expert-parallel"),
+        (("--nnodes", "2"), "tcp://10.0.0.7", "not built with --nnodes: the ranks of a replica are on one host"),
+        ((), "tcp://0.0.0.0", "--bind tcp://ADDRESS is needed"),
+        (("-tp", "4"), "tcp://10.0.0.7", "6 experts cannot be on 8 ranks"),
+    ],
+)
+def test_replicas_of_several_processes_that_cannot_be(args: tuple[str, ...], bind: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        worker_roles.of_replica(values(*REPLICA, *args), MIXTURE, msgspec.structs.replace(BUS, bind=bind))
 
 
 @pytest.mark.parametrize("name", ["model", "dtype", "block-size", "kv-cache-dtype", "port", "tp"])

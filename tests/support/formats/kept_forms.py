@@ -14,7 +14,7 @@ from gptq_files import Layout, write_gptq
 from quantized_checkpoint import Checkpoints
 from torch import Tensor
 
-from blockyard.shared.quantization_settings.files import read_quantization
+from blockyard.shared.quantization.files import read_quantization
 
 INT8_ROWS = quark_files.INT8 | {"qscheme": "per_channel"}
 round_to_int8 = partial(quark_files.round_inputs, torch.int8, False)

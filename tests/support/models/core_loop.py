@@ -105,7 +105,7 @@ class CoreLoop:
         attach, one = self.attaches[worker], self.runners[worker]
         one.reset(self._batch.num_slots)
         held, host = one.block_hashes.blocks_and_hashes(), one.block_hashes.host_blocks_and_hashes()
-        answer = Attached(worker, ME, one.geometry, *held, *host, number=attach.number)
+        answer = Attached(ME, one.geometry, *held, *host, number=attach.number)
         self.core.on_message(worker, answer, 0.0)
 
     def step(self) -> None:
@@ -124,7 +124,7 @@ class CoreLoop:
             self.num_plans[worker] += 1
             slots, token_ids, logprobs = packed(it)
             times = (0.0, 0.0, it.failed_fetches, token_ids, 0.0)
-            result = StepResult(worker, one.number, slots, *times, logprobs)
+            result = StepResult(one.number, slots, *times, logprobs)
             self.core.on_message(worker, result, 0.0)
             self.turn()
 

@@ -6,8 +6,8 @@ scales, and says what numbers these are. Where inputs are rounded, too, `logits`
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,29 @@ from blockyard.shared.messages import Sampling
 
 IDS = [5, 9, 3, 17, 2, 60, 99, 140, 7, 31, 4, 77]
 
+# the tensors of a matrix by the last parts of their names, and the numbers that they stand for
+Stored = tuple[Mapping[str, Tensor], Tensor]
 # takes the name of a matrix and its numbers in the unquantized model; returns the tensors to store, by full name, and
 # the numbers that they stand for; None: it stays as it is
 Store = Callable[[str, Tensor], tuple[Mapping[str, Tensor], Tensor] | None]
+
+# a model of which every matrix has whole runs of 64 outputs
+EVEN = replace(BY_NAME["llama"], fields=BY_NAME["llama"].fields | {"intermediate_size": 128, "num_key_value_heads": 4})
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
     plain: Path  # the numbers that the other one stands for
     packed: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A checkpoint of a format. The test of each has `SAMPLES`, by the `quant_method` of files."""
+
+    write: Callable[[Path], Checkpoints]
+    round_inputs: Callable[[Tensor], Tensor] | None = None  # what quantized layers multiply; None: inputs as they are
+    model: str = "llama"  # in 16 bits, with matrices that the format quantizes while they load, if it does
 
 
 def write(folder: Path, model: str | Tiny, store: Store, files: Mapping[str, Any]) -> Checkpoints:
@@ -63,6 +77,26 @@ def write(folder: Path, model: str | Tiny, store: Store, files: Mapping[str, Any
     for name, fields in ({"config.json": {}} | dict(files)).items():
         (made.packed / name).write_text(json.dumps(config | fields if name == "config.json" else fields))
     return made
+
+
+def write_projections(
+    folder: Path,
+    model: str | Tiny,
+    said: Mapping[str, Any],
+    draw: Callable[[int, int], Stored],
+    left_out: Collection[str] = (),
+) -> Checkpoints:
+    """Writes checkpoints of which each linear layer is quantized. said: quantization_config. draw: makes a matrix of so
+    many outputs and inputs. left_out: names of matrices that stay as they are."""
+
+    def store(name: str, weight: Tensor) -> Stored | None:
+        if not is_projection(name) or name in left_out:
+            return None
+        outputs, inputs = weight.shape
+        stored, numbers = draw(outputs, inputs)
+        return {f"{name}.{key}": value for key, value in stored.items()}, numbers
+
+    return write(folder, model, store, {"config.json": {"quantization_config": said}})
 
 
 def change_tensors(made: Checkpoints, change: Callable[[str, Tensor], Tensor]) -> dict[str, Tensor]:
@@ -141,4 +175,6 @@ def check_dummy_weights(folder: Path) -> None:
     kept = [linear for linear in runner.model.linears() if isinstance(linear.method, KeptLinear)]
     assert len(kept) > 5
     for linear in kept:
-        assert 0.015 < float(linear(torch.eye(linear.shape[0])).std()) < 0.025
+        numbers = linear(torch.eye(linear.shape[0]))
+        assert 0.015 < float(numbers.std()) < 0.025
+        assert abs(float(numbers.mean())) < 0.06 * float(numbers.std()), "even about zero"

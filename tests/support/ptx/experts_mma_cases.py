@@ -6,8 +6,11 @@ import torch
 from packed_experts import draw
 from torch import Tensor
 
+from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.experts_skinny import down_skinny_reference
-from blockyard.kernels.moe.four_bits.experts_mma import MmaForm, MmaTiling, grouped_mma, mma_form, row_sums
+from blockyard.kernels.moe.four_bits.grouped_mma import grouped_mma
+from blockyard.kernels.moe.four_bits.mma_form import MmaForm, MmaTiling, mma_form
+from blockyard.kernels.moe.four_bits.row_sums import row_sums
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.grouped_linear import grouped_linear_reference
 from blockyard.kernels.moe.map_experts import map_experts_reference
@@ -28,6 +31,7 @@ class Case:
     gate: Gate = Gate.NONE
     tile: int = 0  # of a map; 0: there is none
     scale_first: bool = False
+    normed: bool = False
 
 
 def choose(rows: int, device: str) -> Tensor:
@@ -55,12 +59,14 @@ def check_grouped(case: Case, device: str) -> None:
     scale, pairs = torch.rand(case.rows, TOP_K, device=device), case.rows * TOP_K
     loads = torch.full((EXPERTS,), -1, dtype=torch.int32, device=device)
     mapped = map_experts_reference(experts, EXPERTS, case.tile) if case.tile else experts
+    norm = RMSNorm(torch.rand(case.inputs, device=device), 0.1) if case.normed else None
     got = grouped_mma(
-        x, weights, form, mapped, pairs, case.tiling, bias=bias, gate=case.gate, scale=scale,
+        x, weights, form, mapped, pairs, case.tiling, norm=norm, bias=bias, gate=case.gate, scale=scale,
         scale_first=case.scale_first, loads=None if case.tile else loads,
     )  # fmt: skip
+    given = x.float() if norm is None else norm(x.float())
     want = grouped_linear_reference(
-        x.float(), dequantized(weights), experts, bias=bias, gate=case.gate, scale=scale, scale_first=case.scale_first
+        given, dequantized(weights), experts, bias=bias, gate=case.gate, scale=scale, scale_first=case.scale_first
     )
     assert_close(got, want)
     if not case.tile:
@@ -86,6 +92,8 @@ GROUPED = (
     Case(form="mxfp4", rows=5, inputs=96, outs=20, tiling=MmaTiling(16, 2, 1)),
     Case(form="int4 g64 uint8 zeros", rows=17, inputs=160, outs=22, tiling=MmaTiling(32, 2, 1), tile=16),
     Case(form="nvfp4", rows=9, inputs=256, outs=40, tiling=MmaTiling(16, 2, 2), dtype=torch.float16, scale_first=True),
+    Case(form="int4 g128", rows=2, inputs=288, outs=36, tiling=MmaTiling(16, 2, 1), gate=Gate.SILU, normed=True),
+    Case(form="mxfp4", rows=1, inputs=416, outs=38, tiling=MmaTiling(32, 1, 2), gate=Gate.SILU, normed=True),
     Case(form="int4 g128", rows=3, inputs=288, outs=36, tiling=MmaTiling(32, 1, 1), gate=Gate.SILU, tile=8),
 )
 SUMS = (

@@ -134,7 +134,7 @@ class DelayedRanks:
         for thread in self._threads:
             thread.start()
         model, pool, ranks, experts = self._load(0)
-        balancer = None if experts is None or balance is None else ExpertBalancer(experts, size, balance, self._send)
+        balancer = None if experts is None or balance is None else ExpertBalancer(experts, balance, self._send)
         pool.mirror = LeaderPool(self._send)
         leader = LeaderModel(model, ranks, self._send)
         self.runner = Runner(

@@ -11,10 +11,10 @@ from blockyard.kernels.all_reduce.references import sum_add_rms_norm_reference, 
 from blockyard.services.gpu_worker.parallel.meeting import Meeting
 from blockyard.services.gpu_worker.parallel.peer_collectives import exchange_on_gpu
 from blockyard.services.gpu_worker.parallel.peer_memory import PeerMemory
-from blockyard.services.gpu_worker.parallel.peer_sums import PeerSums, SymmetricSums
 from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankGroup, connect_cpus, connect_gpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
-from blockyard.services.gpu_worker.parallel.sum_table import SumWay, same_way
+from blockyard.services.gpu_worker.parallel.sums.peer_sums import PeerSums, SymmetricSums
+from blockyard.services.gpu_worker.parallel.sums.sum_table import SumWay, same_way
 
 END_S, EPS = 60.0, 1e-5
 

@@ -115,12 +115,11 @@ def logits(model: Model, num_added: int = 0) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def move_experts(model: Model, ranks: RankGroups) -> None:
+def move_experts(movable: MovableExperts) -> None:
     """Experts of each layer take the ranks and places of others, each several times."""
-    movable = MovableExperts(model.experts(), ranks)
     for stage, nums in enumerate(movable.num_experts):
         for layer, num in enumerate(nums):
-            owners, random, pairs = first_owners(num, ranks.place.shard.size), np.random.default_rng(layer), []
+            owners, random, pairs = first_owners(num, movable.num_ranks), np.random.default_rng(layer), []
             for _ in range(2 * num):
                 one, other = random.choice(num, 2, replace=False).tolist()
                 if owners[one] != owners[other]:
@@ -153,7 +152,7 @@ def run_rank(rank: int, size: int, num_stages: int, group: Path, folders: Sequen
         added = folder / ADDED
         found = logits(models[-1], int(added.read_text()) if added.exists() else 0)
         if MOVED in flags:
-            move_experts(models[-1], ranks)
+            move_experts(MovableExperts(models[-1].experts(), ranks))
             found = logits(models[-1])
         if rank == 0:
             torch.save(found, folder / OUTPUT)

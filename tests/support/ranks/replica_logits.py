@@ -2,7 +2,8 @@
 
 python -m replica_logits REPLICAS RANKS GROUP-FOLDER CHECKPOINT...
 
-Replica 0 has no rows in some steps, and others have none in some of its own.
+Replica 0 has no rows in some steps, and others have none in some of its own. A second file of each has the logits after
+experts have moved.
 """
 
 import multiprocessing
@@ -14,22 +15,23 @@ from pathlib import Path
 
 import torch
 from model_logits import hidden_in_chunks
-from rank_logits import CPU, connect, load, prompt
+from rank_logits import CPU, connect, load, move_experts, prompt
 
+from blockyard.services.gpu_worker.execution.ranks.expert_moves import MovableExperts
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.parallel.meeting import Meeting
 from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, connect_cpus
 from blockyard.services.gpu_worker.parallel.replicas import ExpertExchange
-from blockyard.services.gpu_worker.parallel.shares import WHOLE, Shard
+from blockyard.services.gpu_worker.parallel.shares import WHOLE, Shard, over_replicas
 from blockyard.services.gpu_worker.step import Step
 
 # rows of each step, by replica; 0: it has none
 STEPS = ((50, 0, 9, 1, 0), (1, 9, 50, 0, 0), (0, 0, 0, 59, 1), (1, 50, 0, 0, 9))
 
 
-def output(replica: int) -> str:
-    return f"logits-{replica}.pt"
+def output(replica: int, *, moved: bool = False) -> str:
+    return f"{'moved' if moved else 'logits'}-{replica}.pt"
 
 
 @torch.inference_mode()
@@ -54,6 +56,7 @@ def logits(model: Model, exchange: ExpertExchange, replica: int) -> torch.Tensor
     pool = KVPool(model.shape, 20, 8, torch.float32, CPU)
     hidden = hidden_in_chunks(model, pool, prompt(), [rows for rows in STEPS[replica] if rows])
     serve_others()
+    model.forward = forward  # type: ignore[method-assign]
     return model.logits(hidden)
 
 
@@ -70,14 +73,19 @@ def run_rank(replica: Shard, rank: int, size: int, group: Path, folders: Sequenc
     own = group / str(replica.rank)
     own.mkdir(exist_ok=True)
     across = connect_cpus(replica, GroupStores(Meeting(group)), f"rank-{rank}")
-    ranks = None if size == 1 else connect(rank, size, own)
+    ranks, of_all = None if size == 1 else connect(rank, size, own), across
+    if ranks is not None:
+        of_all = connect_cpus(over_replicas(ranks.place.shard, replica), GroupStores(Meeting(group)), "all")
     for folder in folders:
-        exchange = ExpertExchange(across, WHOLE if ranks is None else ranks.place.shard)
-        model = load(folder, ranks, spread=True, exchange=exchange)
-        found = logits(model, exchange, replica.rank)
-        if rank == 0:
-            torch.save(found, folder / output(replica.rank))
-    for one in (across, None if ranks is None else ranks.everyone):
+        exchange = ExpertExchange(across, WHOLE if ranks is None else ranks.place.shard, of_all)
+        model = load(folder, ranks, spread=True, exchange=exchange, moves=True)
+        for moved in (False, True):
+            if moved:
+                move_experts(MovableExperts(model.experts(), ranks, exchange))
+            found = logits(model, exchange, replica.rank)
+            if rank == 0:
+                torch.save(found, folder / output(replica.rank, moved=moved))
+    for one in (of_all, None if ranks is None else ranks.everyone):
         if one is not None:
             one.least(0)  # nobody ends while another sends
 

@@ -19,13 +19,16 @@ from blockyard.services.gpu_worker.execution.cuda.decode_graphs import (
     DecodeSteps,
     ForwardOutput,
 )
+from blockyard.services.gpu_worker.execution.ranks.expert_balancer import ExpertBalancer
+from blockyard.services.gpu_worker.execution.ranks.expert_moves import MovableExperts
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.parallel.meeting import Meeting
 from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankGroup, connect_cpus
 from blockyard.services.gpu_worker.parallel.replicas import Connect, ExpertExchange, StepOffer
 from blockyard.services.gpu_worker.parallel.shares import WHOLE, Shard
 from blockyard.services.gpu_worker.runner import Runner
-from blockyard.shared.messages import Geometry
+from blockyard.shared.config.services.worker import ExpertBalance
+from blockyard.shared.messages import Geometry, Stats
 
 CAPACITY = 16
 
@@ -73,13 +76,24 @@ class QueuedOffers:
     def connect(self, connect: Connect) -> RankGroup:
         raise NotImplementedError
 
+    def connect_stage(self, connect: Connect, shard: Shard, stage: int) -> RankGroup:
+        raise NotImplementedError
+
 
 class TwoReplicas:
     """Each computes what it is given, then serves the other until that is done, too."""
 
-    def __init__(self, folder: Path, group: Path, geometry: Geometry, graph_rows: Sequence[int] = ()) -> None:
-        """graph_rows: sizes of decodes that have graphs."""
-        self._graph_rows = graph_rows
+    def __init__(
+        self,
+        folder: Path,
+        group: Path,
+        geometry: Geometry,
+        graph_rows: Sequence[int] = (),
+        balance: ExpertBalance | None = None,
+    ) -> None:
+        """graph_rows: sizes of decodes that have graphs. balance: of experts; None: they stay where they are."""
+        self._graph_rows, self._balance = graph_rows, balance
+        self.num_moved = [0, 0]  # experts that have come to a replica
         self.replayed: list[list[DecodeSize]] = [[], []]
         self._folder, self._group, self._geometry = folder, group, geometry
         inboxes = [SimpleQueue[StepOffer]() for _ in range(2)]
@@ -106,16 +120,21 @@ class TwoReplicas:
             while self._num_busy or self.offers[replica].is_called:
                 if not runner.join_step():
                     time.sleep(0.0005)
+            self.num_moved[replica] = runner.count(Stats()).experts_moved_total
         except Exception as e:
             self._problems.append(e)
             raise
 
     def _make(self, replica: int) -> Runner:
         stores = GroupStores(Meeting(self._group))
-        exchange = ExpertExchange(connect_cpus(Shard(replica, 2), stores, "replicas"), WHOLE)
-        model = load(self._folder, None, spread=True, exchange=exchange)
+        group, balancer = connect_cpus(Shard(replica, 2), stores, "replicas"), None
+        exchange = ExpertExchange(group, WHOLE, group)
+        model = load(self._folder, None, spread=True, exchange=exchange, moves=self._balance is not None)
+        if self._balance is not None:
+            experts = MovableExperts(model.experts(), None, exchange)
+            balancer = ExpertBalancer(experts, self._balance, None, group.shard)
         pool = KVPool(model.shape, self._geometry.num_blocks, self._geometry.block_size, model.table.dtype, CPU)
-        runner = Runner(model, pool, self._geometry, None, lambda runner: None)
+        runner = Runner(model, pool, self._geometry, None, lambda runner: None, balancer=balancer)
         runner.share_experts(self.offers[replica])
         decodes = run_ahead(runner, CAPACITY, seed=replica, records_layers=False, masks=False).decodes
         for size in decodes.sizes:

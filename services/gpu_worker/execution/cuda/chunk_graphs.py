@@ -4,6 +4,8 @@ They are `packed_graphs.PackedGraphs` with attention that reads block tables. Al
 one token. Imports Triton.
 """
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -24,7 +26,10 @@ from blockyard.shared.messages import Geometry
 # Tokens. Steps are often full, and run nearly as long as their launch: from 2,048 tokens on, an eighth is padding at
 # most.
 SIZES = (*FEW_TOKENS, *(unit * n for unit in (64, 128, 256) for n in (36, 40, 45, 51, 57, 64)))
-TOKENS_OF_A_SEQUENCE = 32  # a size has room for one sequence in so many tokens; attention looks for each
+# A size has room for one sequence in so many tokens. Attention looks for each: in graphs with room for 512 sequences
+# steps of 32 texts of 512 tokens took an H200 a tenth longer than eager ones. So large sizes have graphs of both.
+TOKENS_OF_A_SEQUENCE, TOKENS_OF_A_LONG_ONE = 32, 128
+LARGE = 2048  # tokens
 FEWEST_SEQUENCES = 16  # the kernels look for so many at a time
 MOST_BYTES = 1 << 30  # of the activations of a step that is captured: graphs share that memory
 PADDING_ROWS = 128  # of a sequence of padding: attention to keys of one long sequence would take longer
@@ -39,7 +44,7 @@ class ChunkGraphAttention:
     def __init__(self, model: Model, pool: KVPool, positions: Tensor, tables: Tensor, num_sequences: int) -> None:
         """positions [tokens] int64: of the rows in their sequences, those of padding are 0. tables [num_sequences or
         more, blocks] int32. num_sequences: with one of padding at least."""
-        self.room = num_sequences - 1
+        self._room = num_sequences - 1
         self._link = model.table.link
         self.rows = PagedKVMetadata(torch.empty_like(positions), positions, tables)
         self.starts = torch.empty(num_sequences + 1, dtype=torch.int32, device=positions.device)
@@ -47,12 +52,16 @@ class ChunkGraphAttention:
         metadata = AttentionMetadata(self.rows, self.starts, prefill_max_seq_len=UNSPLIT_LEN)
         self.attend = build_attention(pool, metadata)
 
+    def fits(self, counts: Ints) -> bool:
+        """Implements `packed_graphs.GraphAttention`."""
+        return len(counts) <= self._room
+
     def fill(self, counts: Ints, tables: Integers | None) -> None:
         """Implements `packed_graphs.GraphAttention`."""
         size, num_rows, count = len(self.rows.slots), int(counts.sum()), len(counts)
         sequences = np.full(size, -1, np.int64)
         sequences[:num_rows] = np.repeat(np.arange(count), counts)
-        starts = np.minimum(num_rows + PADDING_ROWS * np.arange(-count, self.room + 2 - count), size).astype(np.int32)
+        starts = np.minimum(num_rows + PADDING_ROWS * np.arange(-count, self._room + 2 - count), size).astype(np.int32)
         starts[:count] = np.cumsum(counts) - counts
         starts[-1] = size
         self._copy(self.rows.slots, sequences)
@@ -70,27 +79,29 @@ def sizes_of(most_tokens: int) -> list[int]:
     return [*(size for size in SIZES if size < most), most]
 
 
-def num_sequences(size: int, max_num_seqs: int) -> int:
-    """Sequences of a size, with one of padding."""
-    return min(max(size // TOKENS_OF_A_SEQUENCE, FEWEST_SEQUENCES), max_num_seqs + 1)
+def nums_of_sequences(size: int, max_num_seqs: int) -> list[int]:
+    """How many sequences the graphs of a size have, ascending, with one of padding."""
+    shares = (TOKENS_OF_A_LONG_ONE, TOKENS_OF_A_SEQUENCE) if size >= LARGE else (TOKENS_OF_A_SEQUENCE,)
+    return sorted({min(max(size // share, FEWEST_SEQUENCES), max_num_seqs + 1) for share in shares})
 
 
 def chunk_graphs(model: Model, pool: KVPool, capture: Capture, geometry: Geometry) -> PackedGraphs:
     """Graphs of a decoder, not captured. No layer may be latent: those read cached tokens in pieces, whose number a
     graph cannot follow."""
     sizes = sizes_of(geometry.max_num_batched_tokens)
-    most_rows = num_sequences(sizes[-1], geometry.max_num_seqs)
+    most_rows = nums_of_sequences(sizes[-1], geometry.max_num_seqs)[-1]
     # sequences of padding read the first table, up to their rows
     width = blocks_of(max(geometry.max_model_len, sizes[-1]), pool.block_size)
     tables = torch.zeros((most_rows, width), dtype=torch.int32, device=pool.device)
 
-    def make(positions: Tensor, longest: int) -> ChunkGraphAttention:
-        num = num_sequences(len(positions), geometry.max_num_seqs)
-        return ChunkGraphAttention(model, pool, positions, tables, num)
+    def make(positions: Tensor, num_sequences: int) -> ChunkGraphAttention:
+        return ChunkGraphAttention(model, pool, positions, tables, num_sequences)
 
-    return PackedGraphs(model, capture, make, sizes=sizes, longest=[geometry.max_model_len])
+    variants = partial(nums_of_sequences, max_num_seqs=geometry.max_num_seqs)
+    return PackedGraphs(model, capture, make, sizes=sizes, variants=variants)
 
 
 def graph_bytes(most_tokens: int, step_bytes: int) -> int:
     """An upper bound of the memory of all graphs. step_bytes: of a step of `most_tokens`."""
-    return min(step_bytes, MOST_BYTES) + GRAPH_BYTES * len(sizes_of(most_tokens))
+    num_graphs = sum(2 if size >= LARGE else 1 for size in sizes_of(most_tokens))
+    return min(step_bytes, MOST_BYTES) + GRAPH_BYTES * num_graphs

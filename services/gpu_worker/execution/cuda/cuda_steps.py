@@ -104,6 +104,11 @@ class CudaSteps:
                 f"CUDA graphs could not be captured, --enforce-eager uses none: {self.decodes.capture_error}"
             )
 
+    def most_rows(self, rows: StepRows) -> int:
+        """Implements `PaddedSteps`: the last layer of a step with prefill has a row for each sequence, with padding."""
+        tokens = int(rows.counts.sum())
+        return max(tokens, self.decodes.padded_num_seqs(len(rows))) if rows.has_prefill else tokens
+
     def pad(self, num_rows: int | None) -> None:
         """Implements `PaddedSteps`."""
         self._least_rows, self._is_eager = num_rows or 0, num_rows is None

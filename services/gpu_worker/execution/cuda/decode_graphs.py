@@ -241,7 +241,6 @@ class DecodeSteps:
             return
         with self.mirror.capturing() as key:
             yield MirroredReplay(graph, key, self.mirror)
-        self.mirror.meet()  # a replay waits on the device for ranks that must not capture, or load a graph, meanwhile
 
     def begin_adapters(self, slots: Tensor, *, is_adapted: bool) -> None:
         """Tells the model which adapter each row has. slots [rows] int64, below 0: padding. Part of CUDA graphs."""

@@ -35,7 +35,6 @@ from blockyard.services.gpu_worker.parallel.commands import (
     DropGraph,
     EndGraph,
     InstallKernels,
-    Meet,
     ReceiveChanges,
     ReplayGraph,
     ScatterWords,
@@ -117,8 +116,6 @@ class DeviceFollowerSteps:
             case EndGraph():
                 self._capture.close()
                 self._captured = None
-            case Meet():
-                self._ranks.everyone.least(0)
             case DropGraph(key):
                 del self._graphs[key]
             case _:

@@ -1,7 +1,8 @@
 """Decides which experts move to other ranks, by how often they were chosen lately. Only the leader does.
 
 After each interval of steps all ranks sum their counts. Then experts of one layer move before each step, where the
-fullest rank of the layer had too much.
+fullest rank of the layer had too much. Leaders of replicas that have the experts together count the same steps and get
+the same sums, so that they decide the same.
 """
 
 import logging
@@ -19,6 +20,7 @@ from blockyard.services.gpu_worker.parallel.expert_balance import (
     is_unbalanced,
     plan_trades,
 )
+from blockyard.services.gpu_worker.parallel.shares import WHOLE, Shard, share
 from blockyard.services.gpu_worker.parallel.team import SendCommand
 from blockyard.shared.config.services.worker import ExpertBalance
 from blockyard.shared.messages import Stats
@@ -31,9 +33,13 @@ Layer = tuple[int, int]  # stage, and number among its layers with experts
 class ExpertBalancer:
     """Owns which rank has which expert, of all stages, and moves them."""
 
-    def __init__(self, own: MovableExperts, num_ranks: int, config: ExpertBalance, send: SendCommand) -> None:
-        """own: of the leader. num_ranks: of a stage."""
-        self._own, self._num_ranks, self._config, self._send = own, num_ranks, config, send
+    def __init__(
+        self, own: MovableExperts, config: ExpertBalance, send: SendCommand | None, replica: Shard = WHOLE
+    ) -> None:
+        """own: of the leader. send: to followers; None: there are none. replica: of those that have the experts."""
+        self._own, self._config, self._send = own, config, send
+        self._num_ranks = num_ranks = own.num_ranks
+        self._of_replica = share(num_ranks, replica)  # ranks
         self._owners: dict[Layer, list[int]] = {
             (stage, layer): first_owners(num, num_ranks)
             for stage, nums in enumerate(own.num_experts)
@@ -42,26 +48,28 @@ class ExpertBalancer:
         self._waiting: dict[Layer, Ints] = {}  # loads of layers whose experts are to move
         self._steps = 0  # of the interval
         self._ratios: list[float] = []  # of the last interval: fullest rank to mean, by layer
-        self._num_moved = 0
+        self._num_moved = 0  # to ranks of this replica
 
     def restart(self) -> None:
         """The steps of the interval so far were trial steps, which chose the same experts for all rows."""
         self._steps = 0
 
+    @property
     def is_due(self) -> bool:
-        """Counts a step that is about to be launched. True: call `balance` first, while no step is in flight."""
-        self._steps += 1
-        return bool(self._waiting) or self._steps in (self._first_counted, self._config.interval_steps + 1)
+        """Whether `begin_step` does something beside counting: no step may be in flight then."""
+        return bool(self._waiting) or self._steps + 1 in (self._first_counted, self._config.interval_steps + 1)
 
     @property
     def _first_counted(self) -> int:
         return self._config.interval_steps - self._config.window_steps + 1
 
     @torch.inference_mode()
-    def balance(self) -> None:
-        """Does what is due. Raises RankLostError if another rank is gone."""
+    def begin_step(self) -> None:
+        """Counts a step that is about to be launched, and does what is due before it. Raises RankLostError if another
+        rank is gone."""
+        self._steps += 1
         if self._steps > self._config.interval_steps:
-            self._send(SumExpertLoads())
+            self._tell(SumExpertLoads())
             self._decide(self._own.sum_loads())
             self._steps = 1
         if self._steps == self._first_counted:
@@ -93,8 +101,12 @@ class ExpertBalancer:
         self._do(TradeExperts(*layer, trades))
         for one, other in trades:
             owners[one], owners[other] = owners[other], owners[one]
-        self._num_moved += 2 * len(trades)
+            self._num_moved += sum(owners[expert] in self._of_replica for expert in (one, other))
 
     def _do(self, command: ExpertCommand) -> None:
-        self._send(command)
+        self._tell(command)
         self._own.do(command)
+
+    def _tell(self, command: ExpertCommand) -> None:
+        if self._send is not None:
+            self._send(command)

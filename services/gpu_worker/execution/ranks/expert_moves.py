@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
@@ -11,7 +12,7 @@ from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.parallel.commands import CountExperts, SumExpertLoads, TradeExperts
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.parallel.replicas import ExpertExchange
-from blockyard.services.gpu_worker.parallel.stages import place_of
+from blockyard.services.gpu_worker.parallel.stages import ONLY_RANK, place_of
 from blockyard.services.gpu_worker.parallel.team import RankGroups
 from blockyard.shared.config.services.worker import WorkerConfig
 
@@ -21,21 +22,33 @@ ExpertCommand = CountExperts | SumExpertLoads | TradeExperts
 
 
 class MovableExperts:
-    """The layers with experts of this rank, which the ranks of its stage divide. Others are not counted as layers."""
+    """The layers with experts of this rank, which the ranks of its stage divide. Others are not counted as layers.
 
-    def __init__(self, experts: Sequence[ExpertProducts], ranks: RankGroups) -> None:
-        """Collective of all ranks."""
-        assert ranks.tensor is not None
+    With replicas that have the experts together, these are the ranks of all of them.
+    """
+
+    def __init__(
+        self, experts: Sequence[ExpertProducts], ranks: RankGroups | None, exchange: ExpertExchange | None = None
+    ) -> None:
+        """Collective of all ranks. ranks: None: this is the only one of its replica. exchange: with other replicas."""
         self._layers = [(one, one.places) for one in experts if one.places is not None]
-        self._everyone, self._ranks, self._stage = ranks.everyone, ranks.tensor, ranks.place.stage
-        place = ranks.place
+        group = exchange.of_stage if exchange is not None else None if ranks is None else ranks.tensor
+        assert group is not None
+        self._ranks, self._across = group, None if exchange is None else exchange.group
+        self._everyone, place = None if ranks is None else ranks.everyone, ONLY_RANK if ranks is None else ranks.place
+        self._stage = place.stage
         self._stages = [place_of(i, place.shard.size, place.num_stages).stage for i in range(place.num_ranks)]
         own = torch.zeros(MOST_LAYERS, dtype=torch.int64)
         own[: len(self._layers)] = torch.tensor([len(places.owners) for _, places in self._layers], dtype=torch.int64)
-        sizes = [one[one > 0].tolist() for one in self._everyone.collect(own.to(self._everyone.device))]
+        sizes = [one[one > 0].tolist() for one in self._of_replica(own.to(group.device))]
         self.num_experts: list[list[int]] = [
             sizes[self._stages.index(stage)] for stage in range(place.num_stages)
         ]  # by stage and layer
+
+    @property
+    def num_ranks(self) -> int:
+        """That divide the experts of a layer."""
+        return self._ranks.size
 
     def do(self, command: ExpertCommand) -> None:
         match command:
@@ -58,15 +71,21 @@ class MovableExperts:
         Collective of all ranks.
         """
         sizes = [sum(some) for some in self.num_experts]
-        own = torch.zeros(max(sizes), dtype=torch.int64, device=self._everyone.device)
+        own = torch.zeros(max(sizes), dtype=torch.int64, device=self._ranks.device)
         if self._layers:
-            own[: sizes[self._stage]] = torch.cat([places.loads for _, places in self._layers])
-        parts = torch.stack(self._everyone.collect(own)).cpu().numpy()
+            own[: sizes[self._stage]] = torch.cat([places.own_loads() for _, places in self._layers])
+        if self._across is not None:
+            own = self._across.gather(own).sum(0)
+        parts = torch.stack(self._of_replica(own)).cpu().numpy()
         found = []
         for stage, some in enumerate(self.num_experts):
             summed = parts[[one == stage for one in self._stages]].sum(0)
             found.append(np.split(summed[: sum(some)], np.cumsum(some)[:-1]) if some else [])
         return found
+
+    def _of_replica(self, own: Tensor) -> list[Tensor]:
+        """Returns what each rank of this replica has."""
+        return [own] if self._everyone is None else self._everyone.collect(own)
 
     def _trade(self, layer: int, pairs: Sequence[tuple[int, int]]) -> None:
         experts, places = self._layers[layer]
@@ -85,11 +104,15 @@ class MovableExperts:
             weight.write(self._ranks.exchange(own, peer))
 
 
-def movable_experts(config: WorkerConfig, model: Model, ranks: RankGroups | None) -> MovableExperts | None:
-    """Returns the experts of this rank that move. None: none does. Collective of all ranks."""
-    if config.expert_balance is None or ranks is None or ranks.tensor is None:
+def movable_experts(
+    config: WorkerConfig, model: Model, ranks: RankGroups | None, exchange: ExpertExchange | None
+) -> MovableExperts | None:
+    """Returns the experts of this rank that move. None: none does. Collective of all ranks. exchange: see
+    `MovableExperts`."""
+    is_alone = exchange is None and (ranks is None or ranks.tensor is None)
+    if config.expert_balance is None or is_alone:
         return None
-    return MovableExperts(model.experts(), ranks)
+    return MovableExperts(model.experts(), ranks, exchange)
 
 
 def agree_on_numbers(experts: Sequence[ExpertProducts], *groups: RankGroup | None) -> None:

@@ -34,7 +34,6 @@ from blockyard.services.gpu_worker.parallel.commands import (
     ForgetSequences,
     ForwardPass,
     InstallKernels,
-    Meet,
     ReclaimMemory,
     ReleaseMemory,
     ReplayGraph,
@@ -243,11 +242,6 @@ class DeviceMirror:
             yield self._num_graphs
         finally:
             self._send(EndGraph())
-
-    def meet(self) -> None:
-        """Waits until all ranks have done what was sent."""
-        self._send(Meet())
-        self._ranks.everyone.least(0)
 
     def replay(self, key: int, words: bytes) -> None:
         self._send(ReplayGraph(key, words))

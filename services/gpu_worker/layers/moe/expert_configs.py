@@ -22,13 +22,14 @@ class ExpertShape(msgspec.Struct, frozen=True, order=True):
     inner: int
     takes_prefill: bool = True  # `grouped_linear_prefill` can read the weights
     form: str = DENSE  # of the weights with its parameters, see `ExpertProduct`
-    takes_mma: bool = False  # `four_bits.experts_mma` multiplies both weights
+    takes_mma: bool = False  # the kernels of `four_bits` multiply both weights
+    rounds_inputs: bool = False  # to 8 bits
 
 
 class ExpertConfig(msgspec.Struct, frozen=True):
     """How both products are computed."""
 
-    # `experts_skinny`, `grouped_linear`, `grouped_linear_prefill`; of `four_bits.experts_mma` "mma" for both products,
+    # `experts_skinny`, `grouped_linear`, `grouped_linear_prefill`; of `four_bits` "mma" for both products,
     # and "mma_sums" with a second one that sums a row's experts, too
     kernel: Literal["skinny", "grouped", "prefill", "mma", "mma_sums"]
     gate_up: tuple[int, ...]  # fields of the kernel's tiling, in order
@@ -42,6 +43,10 @@ def _grouped(tile: int, gate_up: tuple[int, ...], down: tuple[int, ...]) -> Expe
 
 def _mma(tile: int, gate_up: tuple[int, ...], down: tuple[int, ...]) -> ExpertConfig:
     return ExpertConfig("mma", gate_up, down, tile)
+
+
+def _mma_sums(gate_up: tuple[int, ...], down: tuple[int, ...]) -> ExpertConfig:
+    return ExpertConfig("mma_sums", gate_up, down, 16)
 
 
 # The first candidate of each list was the fastest on an H200 for Qwen3-30B-A3B, DeepSeek-V2-Lite, gpt-oss-20b and
@@ -118,6 +123,15 @@ QUANTIZED_SKINNY = (
     ExpertConfig("skinny", (4, 512, 4), (4, 256, 8)),
     ExpertConfig("skinny", (2, 1024, 2), (2, 1024, 8)),
 )
+# The same with inputs that are rounded. Each program rounds what it reads, which takes more instructions than a
+# product: programs of few outputs spend most of their time on it.
+ROUNDING_SKINNY = (
+    ExpertConfig("skinny", (8, 1024, 4), (8, 256, 4)),
+    ExpertConfig("skinny", (8, 2048, 8), (16, 256, 8)),
+    ExpertConfig("skinny", (8, 1024, 4), (8, 256, 8)),
+    ExpertConfig("skinny", (4, 1024, 4), (4, 256, 4)),
+    ExpertConfig("skinny", (4, 1024, 4), (2, 512, 8)),
+)
 QUANTIZED_GROUPED = {  # most pairs an expert, on average -> candidates
     8.0: (
         _grouped(16, (64, 128, 4, 4), (64, 128, 4, 4)),
@@ -146,27 +160,35 @@ QUANTIZED_GROUPED = {  # most pairs an expert, on average -> candidates
     ),
 }
 # Of weights with 4 bits in registers: rows of a weight that a program reads, warps, steps loaded ahead.
-MMA_SUMS = (
-    ExpertConfig("mma_sums", (32, 8, 2), (16, 8, 2), 16),
-    ExpertConfig("mma_sums", (32, 4, 2), (16, 16, 1), 16),
-    ExpertConfig("mma_sums", (16, 8, 1), (16, 8, 1), 16),
-    ExpertConfig("mma_sums", (32, 8, 1), (32, 8, 1), 16),
-    ExpertConfig("mma_sums", (16, 4, 2), (16, 4, 2), 16),
-)
+# The first candidates were the fastest on an H200 for Qwen3-30B-A3B with int4 and for gpt-oss-20b with mxfp4.
+MMA_SUMS = {  # most inputs of `down` -> candidates
+    1024: (
+        _mma_sums((16, 4, 1), (16, 16, 1)),
+        _mma_sums((32, 4, 2), (16, 16, 1)),
+        _mma_sums((16, 8, 1), (16, 8, 1)),
+        _mma_sums((32, 8, 2), (16, 8, 2)),
+    ),
+    math.inf: (
+        _mma_sums((64, 4, 1), (16, 8, 2)),
+        _mma_sums((32, 4, 2), (16, 16, 1)),
+        _mma_sums((32, 8, 2), (16, 8, 2)),
+        _mma_sums((32, 8, 1), (32, 8, 1)),
+    ),
+}
+MMA_OF_ROW = (_mma(8, (32, 4, 1), (32, 4, 1)),)  # the norm behind it adds the products
 MMA = {  # most pairs an expert, on average -> candidates
     4.0: (
-        _mma(8, (32, 4, 1), (32, 4, 1)),
-        _mma(8, (32, 4, 2), (32, 2, 2)),
-        _mma(8, (32, 8, 2), (16, 8, 1)),
+        _mma(8, (64, 2, 1), (64, 1, 1)),
         _mma(8, (64, 4, 1), (64, 2, 1)),
+        _mma(8, (32, 4, 1), (32, 4, 1)),
         _mma(16, (32, 4, 1), (32, 4, 1)),
     ),
     32.0: (
-        _mma(16, (32, 4, 1), (32, 4, 1)),
+        _mma(16, (64, 2, 1), (64, 1, 1)),
+        _mma(16, (64, 2, 1), (64, 2, 1)),
         _mma(16, (32, 2, 1), (32, 2, 1)),
         _mma(16, (64, 4, 1), (64, 4, 1)),
-        _mma(16, (32, 8, 1), (32, 8, 1)),
-        _mma(16, (64, 2, 1), (64, 2, 1)),
+        _mma(16, (32, 4, 1), (32, 4, 1)),
     ),
 }
 MOST_MMA_PAIRS = 16  # an expert, on average, up to which these come first: tiles of more read a weight several times
@@ -184,10 +206,11 @@ def candidates(shape: ExpertShape, rows: int) -> tuple[ExpertConfig, ...]:
     if shape.takes_mma and pairs <= max(MMA):
         mma = _of_number(pairs, MMA)
         if is_skinny:
-            return MMA_SUMS + mma[:1] + QUANTIZED_SKINNY[:1] + grouped[:1]
+            return _of_number(shape.inner, MMA_SUMS) + MMA_OF_ROW + QUANTIZED_SKINNY[:1] + grouped[:1]
         return mma + grouped[:2] if pairs <= MOST_MMA_PAIRS else grouped[:2] + mma
     if is_skinny:
-        return (QUANTIZED_SKINNY if is_quantized else _of_number(shape.inner, SKINNY)) + grouped
+        quantized = ROUNDING_SKINNY if shape.rounds_inputs else QUANTIZED_SKINNY
+        return (quantized if is_quantized else _of_number(shape.inner, SKINNY)) + grouped
     if shape.takes_prefill and pairs >= FEWEST_PREFILL_PAIRS:
         return PREFILL + grouped
     return grouped

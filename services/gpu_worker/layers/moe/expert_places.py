@@ -6,6 +6,8 @@ from torch import Tensor
 from blockyard.services.gpu_worker.parallel.expert_balance import Trade, first_owners
 from blockyard.services.gpu_worker.parallel.shares import Shard, share
 
+NO_RANK = -1
+
 
 class ExpertPlaces:
     """The map of a layer's experts. The same experts trade places in it on all ranks.
@@ -21,26 +23,32 @@ class ExpertPlaces:
         self.first = share(num_experts, shard)  # experts of this rank before any trade
         self.num_own = len(self.first)
         self.elsewhere = self.num_own  # the place of other ranks' experts
-        # one more than experts: rows of padding have the expert -1
-        self._table = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
+        self.counts = counts
+        # the place of each expert, and its rank; and one more: rows of padding have the expert -1
+        self.table = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
+        self.owner_table = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
         self._counts = torch.empty(num_experts + 1 if counts else 0, dtype=torch.int64, device=device)
         self._one = torch.empty(1, dtype=torch.int64, device=device)
-        if not self._table.is_meta:
+        if not self.table.is_meta:
             self.install()
             self._one.fill_(1)
             self._counts.zero_()
 
     @property
     def loads(self) -> Tensor:
-        """How often each expert was chosen, [experts] int64. Whoever reads it sets it back to 0."""
+        """How often rows of this rank have chosen each expert, [experts] int64. Whoever reads it sets it back to 0."""
         return self._counts[:-1]
+
+    def own_loads(self) -> Tensor:
+        """`loads` of the experts of this rank, which sees all rows of these, and 0 for others."""
+        return self.loads * (self.owner_table[:-1] == self.rank)
 
     def find(self, experts: Tensor) -> Tensor:
         """experts [rows, top_k] of all ranks, -1 for none -> int32, their places on this rank, or `elsewhere`."""
-        flat = experts.flatten().remainder(len(self._table))
+        flat = experts.flatten().remainder(len(self.table))
         if len(self._counts):
             self._counts.index_add_(0, flat, self._one.expand(len(flat)))
-        return self._table.index_select(0, flat).view_as(experts)
+        return self.table.index_select(0, flat).view_as(experts)
 
     def place_of(self, expert: int) -> int:
         return self._places[expert]
@@ -55,4 +63,5 @@ class ExpertPlaces:
         """Writes where experts are now, for the next step."""
         both = zip(self.owners, self._places, strict=True)
         here = [place if owner == self.rank else self.elsewhere for owner, place in both]
-        self._table.copy_(torch.tensor([*here, self.elsewhere], dtype=torch.int32))
+        self.table.copy_(torch.tensor([*here, self.elsewhere], dtype=torch.int32))
+        self.owner_table.copy_(torch.tensor([*self.owners, NO_RANK], dtype=torch.int32))

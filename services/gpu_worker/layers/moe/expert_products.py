@@ -7,7 +7,9 @@ from torch import Tensor
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.experts_skinny import SkinnyTiling, down_skinny, gate_up_skinny
-from blockyard.kernels.moe.four_bits.experts_mma import MmaTiling, grouped_mma, mma_form, row_sums
+from blockyard.kernels.moe.four_bits.grouped_mma import grouped_mma
+from blockyard.kernels.moe.four_bits.mma_form import MmaTiling, mma_form
+from blockyard.kernels.moe.four_bits.row_sums import row_sums
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.grouped_linear import GroupedTiling, grouped_linear
 from blockyard.kernels.moe.grouped_linear_prefill import PrefillTiling, fits, grouped_linear_prefill
@@ -45,6 +47,9 @@ class ExpertProduct(Protocol):
     def device(self) -> torch.device:
         """Of the weight, which may be in host memory."""
 
+    def takes_norm(self, in_tile: int) -> bool:
+        """Whether `gate_up` with tiles of so many inputs normalises them."""
+
     def gate_up(
         self, x: Tensor, experts: Tensor, tiling: SkinnyTiling, gate: Gate, norm: RMSNorm | None, **options: Any
     ) -> Tensor:
@@ -77,6 +82,9 @@ class DenseProduct:
     def __init__(self, method: UnquantizedExperts) -> None:
         self._weight, self._bias = method.weight, method.bias
         self.device, self.takes_prefill = self._weight.device, fits(self._weight)
+
+    def takes_norm(self, in_tile: int) -> bool:
+        return True
 
     def gate_up(
         self, x: Tensor, experts: Tensor, tiling: SkinnyTiling, gate: Gate, norm: RMSNorm | None, **options: Any
@@ -118,6 +126,9 @@ class QuantizedProduct:
         self.takes_mma = self._mma is not None
         inputs = f"-inputs-{self._rounding.kind.name.lower()}" if self.rounds_inputs else ""
         self.form = f"{method.form}-{self._weights.key}{inputs}"
+
+    def takes_norm(self, in_tile: int) -> bool:
+        return can_round(self._rounding, in_tile)
 
     def gate_up(
         self, x: Tensor, experts: Tensor, tiling: SkinnyTiling, gate: Gate, norm: RMSNorm | None, **options: Any

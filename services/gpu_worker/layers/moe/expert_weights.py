@@ -64,7 +64,7 @@ class ExpertProducts(Protocol):
         """See `ExpertMethod`."""
 
     def choose(self, logits: Tensor, bias: Tensor | None, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Chooses experts: see `choose_experts`."""
+        """Chooses experts: see `choose_experts`. Returns what `forward` takes, which may be places of this rank."""
 
     def fuses_norm(self, rows: int) -> bool:
         """Whether `forward` of so many rows can normalise x as it is read."""
@@ -79,7 +79,7 @@ class ExpertProducts(Protocol):
         residual: Tensor | None = None,
         norm: RMSNorm | None = None,
     ) -> Tensor | None:
-        """x [rows, hidden], experts and weights [rows, top_k] -> the sum of each row's experts and `shared`.
+        """x [rows, hidden], experts and weights of `choose` [rows, top_k] -> the sum of a row's experts and `shared`.
 
         batch_invariant: a row has the same bits whatever the number of rows. residual [rows, hidden]: the sum may be
         added to it in place, and then None is returned; or the addends are, [rows, top_k, hidden]. norm: of x, only if

@@ -5,13 +5,14 @@ Each product has the kernels of its weight's form (`expert_products`). No weight
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.combine_experts import combine_experts
 from blockyard.kernels.moe.experts_skinny import SkinnyTiling
 from blockyard.kernels.moe.few_rows import MAX_ROWS
-from blockyard.kernels.moe.four_bits.experts_mma import MmaTiling
+from blockyard.kernels.moe.four_bits.mma_form import MmaTiling
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.grouped_linear import GroupedTiling
 from blockyard.kernels.moe.grouped_linear_prefill import PrefillTiling
@@ -23,7 +24,6 @@ from blockyard.services.gpu_worker.layers.moe import expert_configs
 from blockyard.services.gpu_worker.layers.moe.adaptable_experts import AdaptableExperts
 from blockyard.services.gpu_worker.layers.moe.expert_configs import ExpertConfig, ExpertShape
 from blockyard.services.gpu_worker.layers.moe.expert_matrices import ExpertMatrix
-from blockyard.services.gpu_worker.layers.moe.expert_places import ExpertPlaces
 from blockyard.services.gpu_worker.layers.moe.expert_products import find_product
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertWeights
 from blockyard.services.gpu_worker.quantization.method import ExpertLinear
@@ -46,11 +46,16 @@ class GroupedExperts:
         takes_prefill = self.is_on_device and all(one.takes_prefill for one in both)  # TMA cannot read host memory
         form = " ".join(dict.fromkeys(one.form for one in both))
         self.places, self._num_own = weights.places, weights.num_own(routing)
+        # of the kernel that chooses experts; None: other replicas compute the rows, too, or choices are counted
+        self._table: Tensor | None = None
+        if self.places is not None and weights.exchange is None and not self.places.counts:
+            self._table = self.places.table
         self._adaptable = AdaptableExperts(weights, self._num_own, gate, *both)
         self._methods = weights.gate_up, weights.down
         self._numbers = [one for method in self._methods for one in method.numbers()]
         takes_mma = self.is_on_device and all(one.takes_mma for one in both)
-        self.shape = ExpertShape(self._num_own, routing.top_k, hidden, inner, takes_prefill, form, takes_mma)
+        rounds = any(one.rounds_inputs for one in both)
+        self.shape = ExpertShape(self._num_own, routing.top_k, hidden, inner, takes_prefill, form, takes_mma, rounds)
         self._measured: Mapping[int, ExpertConfig] = {}
         self._invariant = expert_configs.batch_invariant(self.shape)
 
@@ -74,11 +79,15 @@ class GroupedExperts:
         self._measured = measured
 
     def choose(self, logits: Tensor, bias: Tensor | None, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return route_experts(logits, self._routing, bias, factors)
+        return route_experts(logits, self._routing, bias, factors, self._table)
 
     def fuses_norm(self, rows: int) -> bool:
-        is_plain = not self._gate_up.rounds_inputs and not self._adaptable.is_active
-        return is_plain and self._config(rows).kernel == "skinny"
+        config = self._config(rows)
+        if self._adaptable.is_active:
+            return False
+        if config.kernel == "skinny":
+            return self._gate_up.takes_norm(SkinnyTiling(*config.gate_up).in_tile)
+        return config.kernel == "mma_sums" and self.places is None and self.dtype == torch.bfloat16
 
     def _config(self, rows: int) -> ExpertConfig:
         return expert_configs.pick(self.shape, rows, self._measured)
@@ -93,7 +102,7 @@ class GroupedExperts:
         residual: Tensor | None = None,
         norm: RMSNorm | None = None,
     ) -> Tensor | None:
-        if self.places is not None:
+        if self.places is not None and self._table is None:
             experts = self.places.find(experts)
         if self._adaptable.is_active:
             config = self._invariant
@@ -123,11 +132,9 @@ class GroupedExperts:
     ) -> Tensor | None:
         """load: see `LayerLoad`; None: not counted."""
         if config.kernel == "mma_sums" and self.places is None:  # a row's experts are different ones
-            total = self._sum_mma(config, x, experts, weights, shared, load, residual)
+            total = self._sum_mma(config, x, experts, weights, shared, load, residual, norm)
             return total if residual is None else None
         if config.kernel == "skinny":
-            if self.places is not None:
-                experts, weights = of_rank(experts, weights, self.places)
             total = self._sum_skinny(config, x, experts, weights, shared, load, residual, norm)
             return total if residual is None else None
         assert norm is None  # see `fuses_norm`
@@ -168,14 +175,16 @@ class GroupedExperts:
         shared: Tensor | None,
         load: Tensor | None,
         residual: Tensor | None,
+        norm: RMSNorm | None,
     ) -> Tensor:
-        """As `_sum_skinny`, without a norm."""
+        """As `_sum_skinny`."""
         first, last = self._scales(weights)
         inner = self._gate_up.mma(
             x,
             experts,
             experts.numel(),
             MmaTiling(*config.gate_up),
+            norm=norm,
             gate=self._gate,
             scale=first,
             scale_first=self._scales_input,
@@ -236,10 +245,3 @@ class GroupedExperts:
     def _scales(self, weights: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The routing weights, for the product that they multiply: the first or the last one."""
         return (weights, None) if self._scales_input else (None, weights)
-
-
-def of_rank(experts: Tensor, weights: Tensor, places: ExpertPlaces) -> tuple[Tensor, Tensor]:
-    """Places and weights of a rank's experts, for kernels that compute all pairs: those of other ranks' experts get the
-    first place, with weight 0."""
-    is_elsewhere = experts == places.elsewhere
-    return experts.masked_fill(is_elsewhere, 0), weights.masked_fill(is_elsewhere, 0)

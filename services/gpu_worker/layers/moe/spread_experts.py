@@ -36,9 +36,9 @@ class SpreadExperts:
     """Implements `ExpertProducts` over those of this rank's own experts."""
 
     def __init__(self, products: ExpertProducts, weights: ExpertWeights, routing: Routing) -> None:
-        assert weights.exchange is not None
+        assert weights.exchange is not None and weights.places is not None
         self._products, self._exchange, self._top_k = products, weights.exchange, routing.top_k
-        self._owned = self._exchange.owned(routing.num_experts)
+        self._owners, self._owner_table = self._exchange.owners, weights.places.owner_table
         self._hidden, self._dtype, self._device = weights.gate_up.shape[0], weights.gate_up.dtype, weights.device
         self._exchange.add(self)
 
@@ -106,8 +106,8 @@ class SpreadExperts:
     def _sum_sent(self, rows: RoutedRows, batch_invariant: bool) -> Tensor:
         """The host learns how many rows go where."""
         group, packed = self._exchange.group, rows.packed()
-        chosen = [((rows.experts >= one.start) & (rows.experts < one.stop)).any(1) for one in self._owned]
-        places = [one.nonzero().flatten() for one in chosen]
+        owners = self._owner_table[rows.experts]
+        places = [(owners == one).any(1).nonzero().flatten() for one in self._owners]
         sent = [len(one) for one in places]
         all_sent = group.gather(torch.tensor(sent, dtype=torch.int64, device=packed.device)).tolist()
         received = [one[group.rank] for one in all_sent]

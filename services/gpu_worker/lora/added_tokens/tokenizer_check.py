@@ -8,6 +8,7 @@ import msgspec
 
 from blockyard.shared import tokenizer_files
 from blockyard.shared.errors import LoadError
+from blockyard.shared.lora.adapter_folder import without_folder
 from blockyard.shared.messages import AddedToken
 from blockyard.shared.tokenizer_files import TokenizerFiles
 
@@ -59,7 +60,7 @@ class TokenizerCheck:
                     self._tokens, self._digest = model.tokenizer.get_vocab(with_added_tokens=True), _digest(model)
             own = tokenizer_files.load(folder)
         except LoadError as e:
-            return AdapterTexts([], problem=str(e))
+            return AdapterTexts([], problem=without_folder(e, folder))
         digest, tokens = _digest(own), own.tokenizer.get_vocab(with_added_tokens=True)
         if digest == self._digest:
             return None

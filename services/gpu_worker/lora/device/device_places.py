@@ -98,20 +98,29 @@ class DevicePlaces:
         return self._memory.nbytes
 
     def prepare(self, adapter: HostAdapter) -> Generator[bool, None, HostAdapter]:
-        """Moves all matrices to memory from which the device copies while the host goes on. Raises AdapterError for
-        what has no room in a place."""
+        """Moves all matrices to memory from which the device copies while the host goes on, and takes them out of the
+        adapter. Raises AdapterError for what has no room in a place."""
         tokens = adapter.tokens or TokenDeltas()
         embedding = tokens.embedding if tokens.embedding is not None and self._embedding is not None else None
         embedding, (head, added) = embedding or EmbeddingDelta(), self._head_rows(tokens)
         matrices = None if embedding.a is None or embedding.b is None else (embedding.a, embedding.b)
         rows = [] if embedding.rows is None else [(embedding.rows.token_ids, embedding.rows.values)]
         of_tokens = ((rows, matrices), (head, None), (added, None))
-        placed = [self._entries(layer, adapter.deltas[layer]) for layer in sorted(adapter.deltas)]
-        counts = [one for of in placed for _, sizes, delta in of for one in counts_of(delta, sizes)]
-        self._check_room(adapter, [*counts, *(one for own in of_tokens for one in token_counts(*own))])
+        layers, counts, layout = sorted(adapter.deltas), list[int](), PageLayout(self._page_size)
+        for layer in layers:
+            self._check_place(layer)
+            for _, sizes, delta in self._entries(layer, adapter.deltas[layer]):
+                for count in counts_of(delta, sizes):
+                    layout.add(count)
+                    counts.append(count)
+            yield True
+        for count in (one for own in of_tokens for one in token_counts(*own)):
+            layout.add(count)
+            counts.append(count)
+        self._check_room(layout, counts)
         packer, entries = AdapterPacker(self._link, self._dtype, self._page_size), PackedEntries(self._firsts[-1])
-        for of_layer in placed:
-            for entry, sizes, delta in of_layer:
+        for layer in layers:
+            for entry, sizes, delta in self._entries(layer, adapter.deltas.pop(layer)):
                 entries.set(entry, sizes, delta, packer)
             yield True
         tables: list[PackedTokens | None] = []
@@ -165,17 +174,16 @@ class DevicePlaces:
             found.append((self._firsts[layer] + part, share.sizes[part:], delta))
         return found
 
-    def _check_room(self, adapter: HostAdapter, counts: Sequence[int]) -> None:
-        for layer in adapter.deltas:
-            if not self._has_place[layer]:
-                name = self._layers[layer].spec.parts[0].name
-                raise AdapterError(
-                    f"the adapter changes {name}, for which places on the device have no room: give an adapter of "
-                    f"experts in --lora-modules, or name {EXPERTS} in --lora-target-modules"
-                )
-        layout = PageLayout(self._page_size)
-        for count in counts:
-            layout.add(count)
+    def _check_place(self, layer: int) -> None:
+        if not self._has_place[layer]:
+            name = self._layers[layer].spec.parts[0].name
+            raise AdapterError(
+                f"the adapter changes {name}, for which places on the device have no room: give an adapter of "
+                f"experts in --lora-modules, or name {EXPERTS} in --lora-target-modules"
+            )
+
+    def _check_room(self, layout: PageLayout, counts: Sequence[int]) -> None:
+        """counts: elements of each matrix. layout: of all of them."""
         if layout.num_pages > self._largest.num_pages or max(counts, default=0) > self._page_size:
             size, most = (one * self._dtype.itemsize / MIB for one in (sum(counts), self._largest.size))
             raise AdapterError(f"the adapter takes {size:.1f} MiB on the device, a place has {most:.1f} MiB")

@@ -36,5 +36,5 @@ class FollowerAdapters:
         if not self._own.is_loading:
             return False
         for one in self._own.poll():
-            self._answer(AdapterRead(one.job, one.digest, one.size_bytes, one.error))
+            self._answer(AdapterRead(one.job, one.digest, one.size_bytes, one.error, one.status))
         return self._own.is_loading

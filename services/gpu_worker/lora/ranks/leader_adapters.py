@@ -37,7 +37,6 @@ class _Reading:
     """An adapter that not all ranks have read."""
 
     adapter: int
-    path: str
     by_rank: dict[int, LoadedAdapter] = field(default_factory=dict)
 
     def joined(self) -> LoadedAdapter:
@@ -47,9 +46,9 @@ class _Reading:
         for rank, one in sorted(self.by_rank.items()):
             if one.error:
                 error = one.error if one is of_leader else f"rank {rank}: {one.error}"
-                return LoadedAdapter(self.adapter, error=error)
+                return LoadedAdapter(self.adapter, error=error, status=one.status)
             if one.digest != of_leader.digest:
-                return LoadedAdapter(self.adapter, error=f"{self.path} has changed while the ranks were reading it")
+                return LoadedAdapter(self.adapter, error="the folder has changed while the ranks were reading it")
         return replace(of_leader, size_bytes=sum(one.size_bytes for one in found))
 
 
@@ -68,7 +67,7 @@ class LeaderAdapters:
 
     def load(self, adapter: int, path: str) -> None:
         job = secrets.randbits(JOB_BITS)
-        self._reading[job] = _Reading(adapter, path)
+        self._reading[job] = _Reading(adapter)
         self._send(ReadAdapter(job, adapter, path))
         self._own.load(adapter, path, job)
 
@@ -86,8 +85,8 @@ class LeaderAdapters:
             self._reading[loaded.job].by_rank[LEADER] = loaded
         for rank, answer in self._followers.take_adapter_answers():
             if (reading := self._reading.get(answer.job)) is not None:  # else it was asked before a reset
-                said = LoadedAdapter(reading.adapter, answer.digest, answer.size_bytes, answer.error)
-                reading.by_rank[rank] = said
+                columns = (reading.adapter, answer.digest, answer.size_bytes, answer.error)
+                reading.by_rank[rank] = LoadedAdapter(*columns, status=answer.status)
         done: list[LoadedAdapter] = []
         for job in [job for job, one in self._reading.items() if len(one.by_rank) == self._num_ranks]:
             loaded = self._reading.pop(job).joined()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockyard.services.gpu_worker.loading.weights import FLOATS
+from blockyard.services.gpu_worker.loading.weights import FLOATS, WeightTable
 from blockyard.services.gpu_worker.quantization.formats.layouts.integers import check_sizes
 from blockyard.services.gpu_worker.quantization.formats.layouts.scales import check_scales
 from blockyard.services.gpu_worker.quantization.kept import dequantized
@@ -25,8 +25,8 @@ from blockyard.services.gpu_worker.quantization.kept.dequantized import Dequanti
 from blockyard.services.gpu_worker.quantization.names import NamePatterns, is_left_out
 from blockyard.services.gpu_worker.quantization.scheme import WEIGHT, Matrix, StoredMatrix
 from blockyard.shared.errors import LoadError
-from blockyard.shared.quantization_settings.integers import AqlmSettings
-from blockyard.shared.quantization_settings.reading import read
+from blockyard.shared.quantization.integers import AqlmSettings
+from blockyard.shared.quantization.reading import read
 
 CODES, BOOKS, SCALES = "codes", "codebooks", "scales"
 INTEGERS = frozenset({torch.int8, torch.int16, torch.int32})
@@ -67,3 +67,7 @@ class AqlmScheme:
             return {dequantized.WEIGHT: groups.transpose(1, 2).reshape(matrix.outputs, matrix.inputs)}
 
         return StoredMatrix(form=self._form, tensors=tensors, to_kept=to_kept)
+
+
+def build(said: Mapping[str, Any], table: WeightTable) -> AqlmScheme:
+    return AqlmScheme(said, table.dtype)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.quantization.formats.awq import AwqScheme
 from blockyard.services.gpu_worker.quantization.formats.gptq import GptqScheme
 from blockyard.services.gpu_worker.quantization.formats.layouts.integers import is_outside
@@ -24,7 +25,7 @@ from blockyard.services.gpu_worker.quantization.names import (
     variants,
 )
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, Scheme, StoredMatrix
-from blockyard.shared.quantization_settings.integers import (
+from blockyard.shared.quantization.integers import (
     AWQ,
     FIRST,
     GPTQ,
@@ -36,7 +37,7 @@ from blockyard.shared.quantization_settings.integers import (
     Names,
     is_expression,
 )
-from blockyard.shared.quantization_settings.reading import read
+from blockyard.shared.quantization.reading import read
 
 
 class AutoRoundScheme:
@@ -87,6 +88,10 @@ class AutoRoundScheme:
                 version = FIRST if GPTQ in packing and GPTQ_MODEL not in packing else SECOND
                 self._schemes[key] = GptqScheme(said | {"sym": own.sym, "checkpoint_format": version}, self._dtype)
         return self._schemes[key]
+
+
+def build(said: Mapping[str, Any], table: WeightTable) -> AutoRoundScheme:
+    return AutoRoundScheme(said, table.dtype)
 
 
 def _flat(names: Names) -> list[str]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockyard.services.gpu_worker.loading.weights import FLOATS
+from blockyard.services.gpu_worker.loading.weights import FLOATS, WeightTable
 from blockyard.services.gpu_worker.quantization.formats.layouts import marlin
 from blockyard.services.gpu_worker.quantization.formats.layouts.integers import (
     WORDS,
@@ -35,7 +35,7 @@ from blockyard.services.gpu_worker.quantization.formats.layouts.scales import ch
 from blockyard.services.gpu_worker.quantization.names import NamePatterns
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, StoredMatrix
 from blockyard.shared.errors import LoadError
-from blockyard.shared.quantization_settings.integers import (
+from blockyard.shared.quantization.integers import (
     AWQ_BITS,
     GEMM,
     GEMV,
@@ -44,7 +44,7 @@ from blockyard.shared.quantization_settings.integers import (
     AwqSettings,
     group_of,
 )
-from blockyard.shared.quantization_settings.reading import read
+from blockyard.shared.quantization.reading import read
 
 CODES, ZEROS, SCALES, SCALED_ZEROS = "qweight", "qzeros", "scales", "scaled_zeros"
 CODES_OF_WORD = 8
@@ -77,6 +77,10 @@ class AwqScheme:
         scales = matrix.float_dtype(SCALES, torch.float16)
         own = Integers(bits=AWQ_BITS, group=group, zeros=said.zero_point, scales=scales)
         return _PACKINGS[version](matrix, own, self._dtype)
+
+
+def build(said: Mapping[str, Any], table: WeightTable) -> AwqScheme:
+    return AwqScheme(said, table.dtype)
 
 
 def _gemm(matrix: Matrix, own: Integers, dtype: torch.dtype) -> StoredMatrix:

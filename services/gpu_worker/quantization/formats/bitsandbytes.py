@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.tensor_groups import StoredTensor
-from blockyard.services.gpu_worker.loading.weights import FLOATS
+from blockyard.services.gpu_worker.loading.weights import FLOATS, WeightTable
 from blockyard.services.gpu_worker.quantization.formats.layouts.either import quantized_or_not
 from blockyard.services.gpu_worker.quantization.formats.layouts.scales import check_scales
 from blockyard.services.gpu_worker.quantization.kept import dequantized, table4_a16, w8a16
@@ -40,8 +40,8 @@ from blockyard.services.gpu_worker.quantization.kept.w8a16 import W8A16
 from blockyard.services.gpu_worker.quantization.names import ROUTERS, NamePatterns, is_left_out
 from blockyard.services.gpu_worker.quantization.scheme import WEIGHT, Matrix, StoredMatrix
 from blockyard.shared.errors import LoadError
-from blockyard.shared.quantization_settings.integers import BitsAndBytesSettings
-from blockyard.shared.quantization_settings.reading import read
+from blockyard.shared.quantization.integers import BitsAndBytesSettings
+from blockyard.shared.quantization.reading import read
 
 TABLES = {"nf4": NF4, "fp4": FP4}
 BLOCK = 64  # codes of a scale, unless the file says another number
@@ -156,6 +156,10 @@ class BitsAndBytesScheme:
             return StoredMatrix(form=INT8_FORM, tensors=tensors, to_kept=partial(_round_rows, matrix))
         form = self._form(BLOCK)
         return StoredMatrix(form=form, tensors=tensors, to_kept=partial(_round_to_table, matrix, form))
+
+
+def build(said: Mapping[str, Any], table: WeightTable) -> BitsAndBytesScheme:
+    return BitsAndBytesScheme(said, table.dtype)
 
 
 def _least_block(matrix: Matrix) -> int:

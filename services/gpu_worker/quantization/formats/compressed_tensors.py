@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
+from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.quantization.formats.layouts import stored_codes
 from blockyard.services.gpu_worker.quantization.formats.layouts.stored_codes import CodeScheme, Inputs
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import has_products
 from blockyard.services.gpu_worker.quantization.names import HEAD, NamePatterns, is_left_out
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, StoredMatrix
-from blockyard.shared.quantization_settings.groups import (
+from blockyard.shared.quantization.groups import (
     BLOCK,
     DENSE,
     GROUP,
@@ -32,7 +33,7 @@ from blockyard.shared.quantization_settings.groups import (
     MatrixGroup,
     NumberArgs,
 )
-from blockyard.shared.quantization_settings.reading import REGEX, read
+from blockyard.shared.quantization.reading import REGEX, read
 
 LINEAR = "Linear"
 KEPT_INPUTS = "inputs that the file would quantize stay 16 bits"
@@ -107,6 +108,10 @@ class CompressedTensorsScheme:
         if format_ == MXFP8:
             return stored_codes.mxfp8(matrix)
         return stored_codes.codes(matrix, own, self._has_products)
+
+
+def build(said: Mapping[str, Any], table: WeightTable) -> CompressedTensorsScheme:
+    return CompressedTensorsScheme(said, table.dtype, table.device, table.note)
 
 
 def _scheme(group: MatrixGroup) -> CodeScheme | None:

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockyard.services.gpu_worker.loading.weights import FLOATS
+from blockyard.services.gpu_worker.loading.weights import FLOATS, WeightTable
 from blockyard.services.gpu_worker.quantization.kept import w8a16
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import FLOOR
 from blockyard.services.gpu_worker.quantization.kept.w8a16 import W8A16
 from blockyard.services.gpu_worker.quantization.names import NamePatterns
 from blockyard.services.gpu_worker.quantization.scheme import WEIGHT, Matrix, StoredMatrix
-from blockyard.shared.quantization_settings.integers import ExpertsInt8Settings
-from blockyard.shared.quantization_settings.reading import read
+from blockyard.shared.quantization.reading import LeftOutNames, read
 
 MOST = 127
 
@@ -27,7 +26,7 @@ class ExpertsInt8Scheme:
 
     def __init__(self, said: Mapping[str, Any]) -> None:
         """Raises ConfigError."""
-        self._left_out = NamePatterns(read(said, ExpertsInt8Settings).modules_to_not_convert)
+        self._left_out = NamePatterns(read(said, LeftOutNames).modules_to_not_convert)
 
     def patterns(self) -> list[NamePatterns]:
         return [self._left_out]
@@ -41,6 +40,10 @@ class ExpertsInt8Scheme:
             return _round(tensors[WEIGHT].mT if matrix.transposed else tensors[WEIGHT])
 
         return StoredMatrix(form=W8A16(torch.int8), tensors=tensors, to_kept=to_kept)
+
+
+def build(said: Mapping[str, Any], table: WeightTable) -> ExpertsInt8Scheme:
+    return ExpertsInt8Scheme(said)
 
 
 def _round(weight: Tensor) -> dict[str, Tensor]:

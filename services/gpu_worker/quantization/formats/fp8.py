@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.tensor_groups import StoredTensor
-from blockyard.services.gpu_worker.loading.weights import FLOATS
+from blockyard.services.gpu_worker.loading.weights import FLOATS, WeightTable
 from blockyard.services.gpu_worker.quantization.formats.layouts.either import quantized_or_not
 from blockyard.services.gpu_worker.quantization.formats.layouts.scales import SCALES, check_scales
 from blockyard.services.gpu_worker.quantization.kept import fp8_w8a8
@@ -41,8 +41,8 @@ from blockyard.services.gpu_worker.quantization.kept.fp8_w8a8 import Fp8W8A8
 from blockyard.services.gpu_worker.quantization.kept.w8a16 import W8A16
 from blockyard.services.gpu_worker.quantization.names import NamePatterns, is_left_out
 from blockyard.services.gpu_worker.quantization.scheme import WEIGHT, Matrix, StoredMatrix, ToKept
-from blockyard.shared.quantization_settings.floats import Fp8Settings
-from blockyard.shared.quantization_settings.reading import read
+from blockyard.shared.quantization.floats import Fp8Settings
+from blockyard.shared.quantization.reading import read
 
 SCALE, BLOCK_SCALE, INPUT_SCALE = "weight_scale", "weight_scale_inv", "input_scale"
 OTHER_INPUT_SCALE = "activation_scale"  # transformers' name
@@ -130,6 +130,10 @@ class Fp8Scheme:
         if self._form.static and INPUT_SCALE in tensors:
             made[fp8_w8a8.INPUT_SCALE] = check_scales(matrix.tensor(INPUT_SCALE), tensors[INPUT_SCALE])
         return made
+
+
+def build(said: Mapping[str, Any], table: WeightTable) -> Fp8Scheme:
+    return Fp8Scheme(said, table.device)
 
 
 def _turned(matrix: Matrix, shape: tuple[int, ...]) -> tuple[int, ...]:

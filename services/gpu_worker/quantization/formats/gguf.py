@@ -5,11 +5,13 @@ or 32 bits. Types without a kept form are dequantized. `loading.gguf_file` reads
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.loading import gguf_file
+from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.quantization.formats.layouts.ggml_blocks import TYPES
 from blockyard.services.gpu_worker.quantization.formats.layouts.scales import check_scales
 from blockyard.services.gpu_worker.quantization.kept import dequantized, w4a16
@@ -69,3 +71,7 @@ class GgufScheme:
             return {dequantized.WEIGHT: made.to(stored.device)}
 
         return to_numbers
+
+
+def build(said: Mapping[str, Any], table: WeightTable) -> GgufScheme:
+    return GgufScheme(table.dtype)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockyard.services.gpu_worker.loading.weights import FLOATS
+from blockyard.services.gpu_worker.loading.weights import FLOATS, WeightTable
 from blockyard.services.gpu_worker.quantization.formats.layouts import marlin
 from blockyard.services.gpu_worker.quantization.formats.layouts.integers import (
     WORD_BITS,
@@ -36,8 +36,8 @@ from blockyard.services.gpu_worker.quantization.kept import act_order
 from blockyard.services.gpu_worker.quantization.names import NamePatterns, NamesOfFile, SettingsByPattern
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, StoredMatrix
 from blockyard.shared.errors import LoadError
-from blockyard.shared.quantization_settings.integers import CHANGED, FIRST, LEFT_OUT, GptqSettings, group_of
-from blockyard.shared.quantization_settings.reading import read
+from blockyard.shared.quantization.integers import CHANGED, FIRST, LEFT_OUT, GptqSettings, group_of
+from blockyard.shared.quantization.reading import read
 
 CODES, ZEROS, SCALES, GROUPS = "qweight", "qzeros", "scales", "g_idx"
 INDICES = frozenset({torch.int32, torch.int64})
@@ -83,6 +83,10 @@ class GptqScheme:
             return said
         key, rule = found
         return None if key.startswith(LEFT_OUT) else read({**self._said, **(rule or {})}, GptqSettings)
+
+
+def build(said: Mapping[str, Any], table: WeightTable) -> GptqScheme:
+    return GptqScheme(said, table.dtype)
 
 
 def _stored(matrix: Matrix, settings: GptqSettings, own: Integers, dtype: torch.dtype) -> StoredMatrix:

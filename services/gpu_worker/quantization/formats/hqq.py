@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.tensor_groups import StoredTensor
-from blockyard.services.gpu_worker.loading.weights import FLOATS
+from blockyard.services.gpu_worker.loading.weights import FLOATS, WeightTable
 from blockyard.services.gpu_worker.quantization.formats.layouts.either import quantized_or_not
 from blockyard.services.gpu_worker.quantization.kept import dequantized, w4a16, w8a16
 from blockyard.services.gpu_worker.quantization.kept.dequantized import Dequantized
@@ -38,8 +38,8 @@ from blockyard.services.gpu_worker.quantization.names import (
 )
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, StoredMatrix
 from blockyard.shared.errors import LoadError
-from blockyard.shared.quantization_settings.integers import PARTS, HqqSettings, WeightParams
-from blockyard.shared.quantization_settings.reading import read
+from blockyard.shared.quantization.integers import PARTS, HqqSettings, WeightParams
+from blockyard.shared.quantization.reading import read
 
 LEAST_GROUP = 16  # inputs; with fewer, scales take more memory than they save
 CODES, SCALE, ZERO = "W_q", "scale", "zero"
@@ -83,6 +83,10 @@ class HqqScheme:
         if params.nbits == 4:
             return W4A16(group, zeros, scales)
         return W8A16(torch.uint8, group, zeros=True, scales=torch.promote_types(scales, zeros))
+
+
+def build(said: Mapping[str, Any], table: WeightTable) -> HqqScheme:
+    return HqqScheme(said, table.dtype)
 
 
 def _tag(name: str) -> str:

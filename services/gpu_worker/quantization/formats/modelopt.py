@@ -25,7 +25,7 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.checkpoint_names import bare
 from blockyard.services.gpu_worker.loading.tensor_groups import StoredTensor
-from blockyard.services.gpu_worker.loading.weights import FLOATS
+from blockyard.services.gpu_worker.loading.weights import FLOATS, WeightTable
 from blockyard.services.gpu_worker.quantization.formats.fp8 import Fp8Scheme
 from blockyard.services.gpu_worker.quantization.formats.layouts.either import quantized_or_not
 from blockyard.services.gpu_worker.quantization.formats.layouts.scales import SCALES, check_scales
@@ -43,8 +43,8 @@ from blockyard.services.gpu_worker.quantization.names import (
 )
 from blockyard.services.gpu_worker.quantization.scheme import WEIGHT, Matrix, StoredMatrix
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.quantization_settings.floats import FP8, FP8_BLOCKS, FP8_ROWS, MIXED, NV_GROUP, ModelOptSettings
-from blockyard.shared.quantization_settings.reading import read
+from blockyard.shared.quantization.floats import FP8, FP8_BLOCKS, FP8_ROWS, MIXED, NV_GROUP, ModelOptSettings
+from blockyard.shared.quantization.reading import read
 
 SCALE, SECOND_SCALE, INPUT_SCALE = "weight_scale", "weight_scale_2", "input_scale"
 BLOCK = 128  # rows and columns of FP8_PB_WO
@@ -96,6 +96,10 @@ class ModelOptScheme:
                 return found.quant_algo
             short = short.rpartition(".")[0]
         return None
+
+
+def build(said: Mapping[str, Any], table: WeightTable) -> ModelOptScheme:
+    return ModelOptScheme(said, table.device)
 
 
 def _tensors_of_nvfp4(matrix: Matrix) -> dict[str, StoredTensor]:

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.quantization.formats.layouts.scales import exponents
 from blockyard.services.gpu_worker.quantization.kept import table4_a16
 from blockyard.services.gpu_worker.quantization.kept.table4_a16 import E2M1, Table4A16
 from blockyard.services.gpu_worker.quantization.names import NamePatterns
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, StoredMatrix
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.quantization_settings.floats import Mxfp4Settings
-from blockyard.shared.quantization_settings.reading import read
+from blockyard.shared.quantization.reading import LeftOutNames, read
 
 BLOCK = 32  # values of a scale
 BYTES = frozenset({torch.uint8})
@@ -32,7 +32,7 @@ class Mxfp4Scheme:
 
     def __init__(self, said: Mapping[str, Any]) -> None:
         """Raises ConfigError for settings that it does not know."""
-        self._left_out = NamePatterns(read(said, Mxfp4Settings).modules_to_not_convert)
+        self._left_out = NamePatterns(read(said, LeftOutNames).modules_to_not_convert)
 
     def patterns(self) -> list[NamePatterns]:
         return [self._left_out]
@@ -48,6 +48,10 @@ class Mxfp4Scheme:
             "scales": matrix.stored("scales", scales, BYTES),
         }
         return StoredMatrix(form=FORM, tensors=tensors, to_kept=partial(_to_kept, matrix))
+
+
+def build(said: Mapping[str, Any], table: WeightTable) -> Mxfp4Scheme:
+    return Mxfp4Scheme(said)
 
 
 def _to_kept(matrix: Matrix, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

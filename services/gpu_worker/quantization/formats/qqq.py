@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockyard.services.gpu_worker.loading.weights import FLOATS
+from blockyard.services.gpu_worker.loading.weights import FLOATS, WeightTable
 from blockyard.services.gpu_worker.quantization.formats.layouts.integers import (
     WORDS,
     check_sizes,
@@ -29,8 +29,8 @@ from blockyard.services.gpu_worker.quantization.kept import dequantized
 from blockyard.services.gpu_worker.quantization.kept.dequantized import Dequantized
 from blockyard.services.gpu_worker.quantization.names import NamesOfFile
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, StoredMatrix
-from blockyard.shared.quantization_settings.integers import QQQ_BITS, QQQ_GROUP, QqqSettings
-from blockyard.shared.quantization_settings.reading import read
+from blockyard.shared.quantization.integers import QQQ_BITS, QQQ_GROUP, QqqSettings
+from blockyard.shared.quantization.reading import read
 
 CODES, ROW_SCALES, GROUP_SCALES = "B", "s_channel", "s_group"
 SHIFT = 16  # a signed code is in the upper half of a byte
@@ -70,6 +70,10 @@ class QqqScheme:
             return {dequantized.WEIGHT: whole * ordered_scales(rows, is_row=True).t()}
 
         return StoredMatrix(form=self._form, tensors=tensors, to_kept=to_kept)
+
+
+def build(said: Mapping[str, Any], table: WeightTable) -> QqqScheme:
+    return QqqScheme(said, table.dtype)
 
 
 def _codes(matrix: Matrix, words: Tensor, order: tuple[int, ...]) -> Tensor:

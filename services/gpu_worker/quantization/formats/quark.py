@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
+from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.quantization.formats.layouts import stored_codes
 from blockyard.services.gpu_worker.quantization.formats.layouts.stored_codes import CodeScheme, Inputs
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import has_products
 from blockyard.services.gpu_worker.quantization.names import HEAD, NamePatterns, is_left_out
 from blockyard.services.gpu_worker.quantization.scheme import WEIGHT, Matrix, StoredMatrix
-from blockyard.shared.quantization_settings.groups import (
+from blockyard.shared.quantization.groups import (
     FP4,
     FP8,
     PER_GROUP,
@@ -27,7 +28,7 @@ from blockyard.shared.quantization_settings.groups import (
     QuarkSettings,
     TensorConfig,
 )
-from blockyard.shared.quantization_settings.reading import read
+from blockyard.shared.quantization.reading import read
 
 KEPT_INPUTS = "inputs that the file would quantize stay 16 bits"
 
@@ -71,3 +72,7 @@ class QuarkScheme:
             rounded = Inputs(static=not inputs.is_dynamic, symmetric=inputs.symmetric is not False)
         own = CodeScheme(floats=weight.dtype == FP8, inputs=rounded)
         return stored_codes.codes(matrix, own, self._has_products)
+
+
+def build(said: Mapping[str, Any], table: WeightTable) -> QuarkScheme:
+    return QuarkScheme(said, table.device, table.note)

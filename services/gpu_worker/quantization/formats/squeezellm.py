@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.tensor_groups import StoredTensor
-from blockyard.services.gpu_worker.loading.weights import FLOATS
+from blockyard.services.gpu_worker.loading.weights import FLOATS, WeightTable
 from blockyard.services.gpu_worker.quantization.formats.layouts.integers import WORDS, check_sizes, is_outside
 from blockyard.services.gpu_worker.quantization.formats.layouts.packing import as_bytes, unpack
 from blockyard.services.gpu_worker.quantization.formats.layouts.scales import check_scales
@@ -27,8 +27,8 @@ from blockyard.services.gpu_worker.quantization.kept.dequantized import Dequanti
 from blockyard.services.gpu_worker.quantization.names import NamesOfFile
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, StoredMatrix
 from blockyard.shared.errors import LoadError
-from blockyard.shared.quantization_settings.integers import SqueezeLlmSettings
-from blockyard.shared.quantization_settings.reading import read
+from blockyard.shared.quantization.integers import SqueezeLlmSettings
+from blockyard.shared.quantization.reading import read
 
 CODES, TABLE = "qweight", "lookup_table"
 ROWS, COLUMNS, VALUES, STARTS = "rows", "cols", "vals", "startrows"
@@ -64,6 +64,10 @@ class SqueezeLlmScheme:
             return {dequantized.WEIGHT: _add_sparse(matrix, table.gather(1, codes.long()), tensors)}
 
         return StoredMatrix(form=self._form, tensors=tensors, to_kept=to_kept)
+
+
+def build(said: Mapping[str, Any], table: WeightTable) -> SqueezeLlmScheme:
+    return SqueezeLlmScheme(said, table.dtype)
 
 
 def _sparse_tensors(matrix: Matrix) -> dict[str, StoredTensor]:

@@ -367,6 +367,13 @@ def fill_numbers(tensor: Tensor, number: float) -> None:
     tensor.fill_(one.item())
 
 
+def fill_scales(scales: Tensor, scale: float, generator: torch.Generator) -> None:
+    """Writes a scale with random signs. Codes whose numbers are not even about zero would give all outputs a common
+    part, which grows from layer to layer until rows are alike, and choose the same experts."""
+    signs = torch.empty(scales.shape, device=generator.device).uniform_(-1.0, 1.0, generator=generator).sign()
+    scales.copy_(signs * scale)
+
+
 def uniform_scale(high: float) -> float:
     """The factor that gives numbers drawn evenly from 0 to `high` a standard deviation of DUMMY_SCALE."""
     return DUMMY_SCALE * math.sqrt(12) / high

@@ -27,6 +27,7 @@ from blockyard.services.gpu_worker.quantization.kept.form import (
     KeptTensor,
     fill_codes,
     fill_numbers,
+    fill_scales,
     packed_codes,
 )
 from blockyard.services.gpu_worker.quantization.kept.w4a16 import unpack
@@ -89,8 +90,10 @@ class Table4A16(KeptForm):
         scale = DUMMY_SCALE / (sum(number * number for number in self.table) / len(self.table)) ** 0.5
         if self.row_scales:
             fill_numbers(kept[SCALES], 1.0)
-            kept[ROW_SCALES].fill_(scale)
-        else:
+            fill_scales(kept[ROW_SCALES], scale, generator)
+        elif kept[SCALES].dtype.itemsize > 1:
+            fill_scales(kept[SCALES], scale, generator)
+        else:  # without a sign; formats with such scales have a table that is even about zero
             fill_numbers(kept[SCALES], scale)
 
 

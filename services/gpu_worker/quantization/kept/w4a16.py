@@ -30,6 +30,7 @@ from blockyard.services.gpu_worker.quantization.kept.form import (
     KeptForm,
     KeptTensor,
     fill_codes,
+    fill_scales,
     packed_codes,
     uniform_scale,
 )
@@ -88,7 +89,7 @@ class W4A16(KeptForm):
 
     def fill(self, kept: Mapping[str, Tensor], generator: torch.Generator) -> None:
         fill_codes(kept[CODES], generator)
-        kept[SCALES].fill_(uniform_scale(16))
+        fill_scales(kept[SCALES], uniform_scale(16), generator)
         if self.zeros is not None:
             kept[ZEROS].fill_(MIDDLE)
         if self.order:

@@ -1,4 +1,9 @@
-"""The leader's side of ranks that Ray starts. Imports neither Ray nor torch."""
+"""The leader's side of ranks that Ray starts. Imports neither Ray nor torch.
+
+1. `place_ranks` waits until there is room for all of them.
+2. Leaders of replicas that have the experts together then tell each other which hosts their ranks are on.
+3. `wait_for_ray` starts the ranks, and waits until they have joined.
+"""
 
 import logging
 import os
@@ -6,6 +11,7 @@ import secrets
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -41,6 +47,8 @@ ANSWER_S = 30.0  # that Ray may take beside the wait for room
 class RayRanks:
     """Call `place`, then `start`. Call `close` in any case."""
 
+    addresses: Sequence[str] = ()  # of each rank's host, once they are placed
+
     def __init__(self, config: WorkerConfig, ray: RayConfig) -> None:
         self._config, self._ray = config, ray
         self._process, end = start_child(MODULE)
@@ -66,6 +74,7 @@ class RayRanks:
             raise LoadError(f"the Ray cluster at {self._ray.address} does not answer") from None
         self._pipe.socket.settimeout(None)
         if isinstance(answer, RanksPlaced):
+            self.addresses = answer.addresses
             return answer
         if answer is not None and answer.table:
             for line in answer.table:
@@ -100,20 +109,32 @@ def _error(answer: Answer | None) -> BlockyardError:
     return RankLostError(f"rank {answer.rank} has ended: {answer.detail}")
 
 
-def wait_for_ray(config: WorkerConfig, ranks: RayRanks, team: LeaderTeam, is_stopped: Callable[[], bool]) -> None:
-    """Waits until the ranks that Ray starts have joined. Sets the GPU of this process, before torch sees one.
+def place_ranks(config: WorkerConfig, ray: RayConfig, ending: ExitStack) -> RayRanks:
+    """Waits until Ray has a node for each rank. Sets the GPU of this process, before torch sees one.
 
-    is_stopped: the process is to end, and does so here. Raises ConfigError, LoadError or RankLostError.
+    ending: of this process, which ends the ranks. Raises ConfigError or LoadError.
     """
+    ranks = RayRanks(config, ray)
+    ending.callback(ranks.close)
     placed = ranks.place(os.environ)
     if placed.gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = placed.gpu
-    own, *others = placed.addresses
-    is_one_host = set(others) == {own}
+    return ranks
+
+
+def wait_for_ray(
+    config: WorkerConfig, ranks: RayRanks, team: LeaderTeam, is_stopped: Callable[[], bool], *, is_one_host: bool
+) -> None:
+    """Waits until the ranks that Ray starts have joined. is_one_host: so are all of them, and those of other replicas.
+
+    is_stopped: the process is to end, and does so here. Raises ConfigError, LoadError or RankLostError.
+    """
+    own, *others = ranks.addresses
     bus, keys, folder = config.process.bus, None, str(team.folder)
     if not is_one_host or not bus.bind.startswith("ipc://"):
         keys = new_keys()  # they reach ranks through Ray
-        bus = BusConfig(registry=bus.registry, bind=f"tcp://{LOOPBACK if is_one_host else own}")
+        address = LOOPBACK if is_one_host else own  # the name of this host may be unknown elsewhere
+        bus = BusConfig(registry=bus.registry, bind=f"tcp://{address}", advertise=address)
     if not is_one_host:
         folder = str(Path(tempfile.gettempdir()) / f"ranks-of-ray-{secrets.token_hex(8)}" / "group")
         if config.device != "cpu":

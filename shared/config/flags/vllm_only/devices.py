@@ -52,7 +52,6 @@ PARALLEL = (
         choices=("mp",),
         refused_values={"ray": "use mp; --distributed-executor-backend ray places the ranks of each replica"},
     ),
-    _balance("data-parallel-rank", None, "This replica's number.", short_names=("dpn",), ge=0, kind=FlagKind.INT),
     _balance("data-parallel-external-lb", False, "Balance outside.", short_names=("dpe",)),
     _balance("data-parallel-hybrid-lb", False, "Balance hosts outside.", short_names=("dph",)),
     _balance("data-parallel-multi-port-external-lb", False, "Ports by replica.", short_names=("dpm",)),

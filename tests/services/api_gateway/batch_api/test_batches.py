@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sqlite3
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -160,15 +161,29 @@ async def test_a_full_disk_fails_the_batch_alone(rig, tmp_path: Path, monkeypatc
 
     def full(file: Any, data: bytes) -> None:
         if b'"custom_id":"full"' in data:
-            raise BatchError(f"{file.path}: No space left on device")
+            raise BatchError("No space left on device", file.path)
         append(file, data)
 
     monkeypatch.setattr(jobs.OutputFile, "append", full)
     async with rig(batch_dir=str(tmp_path)) as r, client(r) as c:
         failing, good = await started(c, jsonl(line("full"))), await started(c, jsonl(line("a")))
         batch = await ended(c, failing.id)
-        assert batch.status == "failed" and "No space left" in batch.errors.data[0].message
+        said = "the server cannot read or write the files of the batch: No space left on device"
+        assert (batch.status, batch.errors.data[0].message) == ("failed", said)
         assert (await ended(c, good.id)).status == "completed"
+
+
+async def test_a_broken_database_is_named_in_the_log_alone(
+    rig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with rig(batch_dir=str(tmp_path)) as r, client(r) as c:
+        with sqlite3.connect(tmp_path / "batches.sqlite") as db:
+            db.execute("DROP TABLE files")
+        db.close()
+        with pytest.raises(openai.APIStatusError, match="cannot write its records: no such table: files") as e:
+            await c.files.list()
+        assert e.value.status_code == 507 and str(tmp_path) not in str(e.value)
+    assert f"{tmp_path}/batches.sqlite: no such table: files" in caplog.text
 
 
 async def test_wrong_uploads_and_batches_name_their_field(rig, tmp_path: Path) -> None:

@@ -83,13 +83,14 @@ def test_experts_move_where_ranks_have_them_whole(
 ) -> None:
     monkeypatch.setattr(measures, "COUNTED_S", 0.1)
     layouts = "tp2,ep2,dp2ep2"
-    assert rows(tmp_path, layouts, "balance") == [["balance", "ep2", "failed: no worker of this layout moves experts"]]
-    [flags] = starts
+    failed = "failed: no worker of this layout moves experts"
+    assert rows(tmp_path, layouts, "balance") == [["balance", "ep2", failed], ["balance", "dp2ep2", failed]]
+    flags, _ = starts
     assert flags[-2 - len(measures.BALANCE_FLAGS) : -2] == [*measures.BALANCE_FLAGS]
     families = ("expert_rank_load", "1.0"), ("expert_rank_load_worst", "1.25"), ("expert_load_worst", "9.0")
     lines = [f'blockyard:{name}{{worker="gpu_worker"}} {value}' for name, value in families]
     monkeypatch.setattr(SuiteServer, "_metrics", lambda self: lines)
-    assert rows(tmp_path, layouts, "balance") == [["balance", "ep2", "1.25"]]
+    assert rows(tmp_path, layouts, "balance") == [["balance", "ep2", "1.25"], ["balance", "dp2ep2", "1.25"]]
 
 
 def test_no_figure_is_begun_when_the_time_is_over(starts: list[Sequence[str]], tmp_path: Path) -> None:

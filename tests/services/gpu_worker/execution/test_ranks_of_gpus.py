@@ -32,10 +32,8 @@ from blockyard.services.gpu_worker.host_link import SameMemory
 from blockyard.services.gpu_worker.parallel.commands import (
     BeginGraph,
     DropGraph,
-    EndGraph,
     Followers,
     InstallKernels,
-    Meet,
     ReplayGraph,
 )
 from blockyard.shared.errors import RankLostError
@@ -176,21 +174,6 @@ def test_a_follower_refuses_a_replay_without_the_words_of_its_graph(ranks: TwoRa
     steps._graphs[1] = FollowerGraph(cast(torch.cuda.CUDAGraph, Mark()), torch.zeros(3, dtype=torch.int32))
     with pytest.raises(AssertionError, match="words of another step"):
         steps.do(ReplayGraph(1, b""))
-
-
-def test_ranks_meet_behind_a_capture(ranks: TwoRanks) -> None:
-    """And a follower does so."""
-    runner = ranks.runner
-    assert isinstance(runner.loop.steps, cuda_steps.CudaSteps)
-    steps = runner.loop.steps.decodes
-    assert isinstance(runner.model, LeaderModel) and steps.mirror is not None
-    steps.mirror.meet()  # waits for the follower
-    sent: list[Frame] = []
-    steps.mirror = DeviceMirror(lambda frame, to=Followers.ALL: sent.append(frame), runner.model.ranks, SameMemory())
-    ranks.send(Meet())
-    with steps.capturing(Mark()):
-        assert [type(one) for one in sent] == [BeginGraph]
-    assert [type(one) for one in sent] == [BeginGraph, EndGraph, Meet]
 
 
 def test_a_follower_installs_the_kernels_of_its_leader(ranks: TwoRanks) -> None:

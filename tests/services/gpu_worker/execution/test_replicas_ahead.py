@@ -16,7 +16,10 @@ from ties import Ties
 from tiny_models import BY_NAME, VOCAB, greedy_score, start
 from two_replicas import CAPACITY, TwoReplicas
 
+from blockyard.services.gpu_worker.execution.cuda.decode_graphs import DecodeSteps
+from blockyard.services.gpu_worker.parallel import expert_balance
 from blockyard.services.gpu_worker.runner import Runner
+from blockyard.shared.config.services.worker import ExpertBalance
 from blockyard.shared.messages import Sampling
 
 
@@ -36,9 +39,14 @@ def streams(found: list[Stream], lengths: tuple[int, ...], num_tokens: int, dept
     driver.run()
 
 
-@pytest.mark.parametrize("graph_rows", [(), (2, 8)])
-def test_tokens_are_those_of_one_replica(graph_rows: tuple[int, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("graph_rows", "balance"), [((), None), ((2, 8), ExpertBalance(interval_steps=5, window_steps=4))]
+)
+def test_tokens_are_those_of_one_replica(
+    graph_rows: tuple[int, ...], balance: ExpertBalance | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first replica has several prompts, the second one, and one of them is done long before the other."""
+    monkeypatch.setattr(expert_balance, "CHANCE", 0.0)
     folder, group = tmp_path / "model", tmp_path / "group"
     group.mkdir()
     score = greedy_score(BY_NAME["qwen3-moe"].save(folder))
@@ -48,7 +56,7 @@ def test_tokens_are_those_of_one_replica(graph_rows: tuple[int, ...], tmp_path: 
     for lengths, num_tokens in (of_first, of_second):
         streams(expected, lengths, num_tokens, 1, alone)
     first_streams, second_streams = list[Stream](), list[Stream]()
-    both = TwoReplicas(folder, group, alone.geometry, graph_rows).run(
+    both = TwoReplicas(folder, group, alone.geometry, graph_rows, balance).run(
         partial(streams, first_streams, *of_first, 3), partial(streams, second_streams, *of_second, 2)
     )
     ties = Ties()
@@ -61,7 +69,23 @@ def test_tokens_are_those_of_one_replica(graph_rows: tuple[int, ...], tmp_path: 
     assert any(not first.is_decode and second.is_decode for first, second in agreed)
     assert any(not first.num_rows for first, _ in agreed) and agreed[-1][1].num_rows, "the first serves the second"
     assert all(first.num_rows or second.num_rows for first, second in agreed), "no step has no rows"
+    assert both.num_moved[0] == both.num_moved[1] and bool(both.num_moved[0]) == (balance is not None)
     rows = [[size.rows for size in sizes] for sizes in both.replayed]
     assert rows[0] == rows[1] and set(rows[0]) == set(graph_rows), "both replay graphs of one size"
     decodes = [pair for pair in agreed if all(one.is_decode for one in pair)]
     assert len(rows[0]) == (len(decodes) if graph_rows else 0), "and none beside a prompt"
+
+
+def test_a_prompt_of_fewer_tokens_than_sampled_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows that are sampled are padded, so that the last layer of experts has more of them than the others."""
+    folder, group = tmp_path / "model", tmp_path / "group"
+    group.mkdir()
+    BY_NAME["qwen3-moe"].save(folder)
+    monkeypatch.setattr(DecodeSteps, "padded_num_seqs", lambda steps, rows: CAPACITY)
+    alone, found = start(folder, max_num_seqs=CAPACITY), [list[Stream]() for _ in range(4)]
+    for streams_of_one, length in zip(found[:2], (3, 5), strict=True):
+        streams(streams_of_one, (length,), 4, 1, alone)
+    TwoReplicas(folder, group, alone.geometry).run(
+        *(partial(streams, some, (length,), 4, 1) for some, length in zip(found[2:], (3, 5), strict=True))
+    )
+    assert [one.output for some in found[:2] for one in some] == [one.output for some in found[2:] for one in some]

@@ -25,8 +25,6 @@ from blockyard.services.gpu_worker.layers.attention import (
 from blockyard.services.gpu_worker.layers.latent.latent_attention import LatentAttention, LatentSizes
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers
 from blockyard.services.gpu_worker.layers.mlp import MLP, GatedMLP
-from blockyard.services.gpu_worker.layers.moe import grouped_experts
-from blockyard.services.gpu_worker.layers.moe.expert_places import ExpertPlaces
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertWeights, separate_experts, stacked_experts
 from blockyard.services.gpu_worker.layers.moe.routed_experts import HostExperts, RoutedExperts
 from blockyard.services.gpu_worker.loading.checkpoint import fill_dummy
@@ -218,16 +216,6 @@ def test_dummy_weights_are_shares_of_one_model_s(size: int) -> None:
     check_sum(whole[0].out, [one.out for one, _ in ranks])
     check_outputs(whole[1].gate_up, [one.gate_up for _, one in ranks])
     check_sum(whole[1].down, [one.down for _, one in ranks])
-
-
-def test_experts_of_other_ranks_weigh_nothing() -> None:
-    """Where all pairs are computed at once, whatever is chosen."""
-    places = ExpertPlaces(6, Shard(1, 3), CPU, counts=False)  # of experts 2 and 3
-    found = places.find(torch.tensor([[0, 3], [2, 5]]))
-    assert found.tolist() == [[places.elsewhere, 1], [0, places.elsewhere]]
-    local, own = grouped_experts.of_rank(found, torch.tensor([[0.9, 0.1], [0.7, 0.3]]), places)
-    assert local.tolist() == [[0, 1], [0, 0]]
-    assert own.tolist() == torch.tensor([[0.0, 0.1], [0.7, 0.0]]).tolist()
 
 
 def test_spread_experts_that_cannot_be_are_refused() -> None:

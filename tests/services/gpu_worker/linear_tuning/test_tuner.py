@@ -96,6 +96,20 @@ def test_another_rank_installs_what_the_leader_has_measured(
     assert own[0]._products.keys() == linears[0]._products.keys(), "others stay"
 
 
+def test_ranks_have_the_same_kernels_of_few_rows_without_a_measurement(
+    linears: list[Linear], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_tuning.kernel_configs, "default_config", lambda _, layer, rows, possible: possible[0])
+    tuner = make_tuner(linears)
+    timed = made_up(tuner, monkeypatch)
+    tuner.install_alike([1, 64])
+    assert not timed
+    for linear in linears:
+        assert linear.fused(1) is not None and linear.fused(64) is None
+        x = torch.randn(1, linear.shape[0], device=DEVICE).half()
+        torch.testing.assert_close(linear(x), linear.method.apply(x), rtol=1e-2, atol=1e-2)
+
+
 def test_without_fusion_no_product_is_fused(
     linears: list[Linear], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

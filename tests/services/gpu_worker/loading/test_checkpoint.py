@@ -11,6 +11,7 @@ from tiny_models import BY_NAME, settings, start
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.loading import checkpoint
 from blockyard.services.gpu_worker.loading.hf_config import read_config
+from blockyard.services.gpu_worker.loading.linear_spec import Cut
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.registry import find_family
 from blockyard.shared.errors import LoadError
@@ -108,6 +109,23 @@ def test_dummy_weights_of_a_name_do_not_depend_on_the_others() -> None:
     for table in tables:
         checkpoint.fill_dummy(table, 5, lambda done: None)
     assert torch.equal(made[1], made[2]) and not torch.equal(made[0], made[1])
+
+
+def test_dummy_weights_of_a_share_need_no_compiler_of_torch() -> None:
+    """It is imported by operations on the meta device, and takes a second or more."""
+    device = torch.device("cpu")
+
+    def arrange(rows: torch.Tensor) -> torch.Tensor:
+        assert not rows.is_meta
+        return torch.cat((rows, rows.flip(0)))
+
+    whole, share = (WeightTable(torch.float32, device) for _ in range(2))
+    target, own = torch.zeros(8, 3), torch.zeros(2, 3)
+    whole.place("a", target, (4, 3), arrange)
+    share.place("a", own, (4, 3), arrange, cut=Cut(-2, (range(1, 2), range(6, 7))))
+    for table in (whole, share):
+        checkpoint.fill_dummy(table, 5, lambda done: None)
+    assert torch.equal(own, target[[1, 6]]) and bool(own.all())
 
 
 def change(folder: Path, **named: torch.Tensor | None) -> None:

@@ -12,7 +12,7 @@ from tiny_models import LLAMA, settings
 from blockyard.services.gpu_worker import cores as cores_file
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.layers.rope_parameters import read_rope
-from blockyard.services.gpu_worker.layers.rotary import RotaryEmbedding, extended_length, rotation_table
+from blockyard.services.gpu_worker.layers.rotary import RotaryEmbedding, rotation_table
 from blockyard.services.gpu_worker.loading.hf_config import read_config, read_eos_ids, with_defaults
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
@@ -98,7 +98,7 @@ def test_a_family_has_its_own_default_theta(fields: dict[str, Any], theta: float
 )
 def test_context_length_with_rope_scaling(tmp_path: Path, scaling: dict[str, Any] | None, length: int) -> None:
     rope = read_rope(read_config(write(tmp_path, rope_scaling=scaling)), 256)
-    assert extended_length(rope, 256) == length
+    assert RotaryEmbedding(rope, 16, 256).max_positions == length
 
 
 def test_rope_flags_override_the_layers_with_full_attention(tmp_path: Path) -> None:

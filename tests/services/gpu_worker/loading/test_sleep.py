@@ -177,13 +177,13 @@ class Stub:
 def test_the_loop_sleeps_for_its_scheduler_alone() -> None:
     links, runner = FakeLinks(Member("worker", Role.GPU_WORKER, 3, "ipc://w")), Stub()
     it = Worker(links, runner)
-    it.session.handle(1, Attach(1, num_slots=4, depth=1))
+    it.session.handle(1, Attach(1, num_slots=4))
     it.session.handle(2, Sleep(2, 1))
     it.session.handle(1, Sleep(1, 2))
     it.session.handle(2, Wake(2, [MemoryTag.WEIGHTS]))
     it.session.handle(1, Wake(1, [MemoryTag.WEIGHTS]))
-    it.session.handle(1, Attach(1, num_slots=4, depth=1, forget=True))
+    it.session.handle(1, Attach(1, num_slots=4, forget=True))
     assert runner.log == ["reset", "sleep 2", "wake weights", "reset", "forget"]
     kinds = [type(frame) for _, frame in links.answered]
     assert kinds == [Attached, Fenced, Slept, Fenced, Slept, Attached]
-    assert links.answered[2][1] == Slept(3, 2, 7) and links.answered[4][1] == Slept(3, 2, 5)
+    assert links.answered[2][1] == Slept(7) and links.answered[4][1] == Slept(5)

@@ -72,7 +72,7 @@ def test_an_adapter_is_loaded_once_all_ranks_have_it() -> None:
     [
         (b"", "no memory", "", "rank 2: no memory"),
         (b"", "no folder", "no folder", "no folder"),
-        (b"y" * 16, "", "", "/a has changed while the ranks were reading it"),
+        (b"y" * 16, "", "", "the folder has changed while the ranks were reading it"),
     ],
 )
 def test_one_rank_fails_the_load_for_all(digest: bytes, error: str, own_error: str, said: str) -> None:

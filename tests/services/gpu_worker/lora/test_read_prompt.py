@@ -12,7 +12,7 @@ from tiny_models import BY_NAME
 
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
 from blockyard.services.gpu_worker.lora.read_prompt import PromptLimits, read_prompt
-from blockyard.services.gpu_worker.lora.reader_client import ReaderProcess
+from blockyard.services.gpu_worker.lora.reader_client import NotRead, ReaderProcess
 from blockyard.shared.errors import AdapterError
 
 LIMITS = PromptLimits(max_tokens=8, width=64, dtype=torch.float32)
@@ -95,6 +95,6 @@ def test_the_reader_process_answers_both_kinds_apart(folder: Path) -> None:
     finally:
         reader.close()
     (first, read), (second, cause) = prompts
-    assert (first, second) == (-1, -2) and isinstance(cause, str) and "is no folder" in cause
-    assert not isinstance(read, str) and torch.equal(read.vectors, read_prompt(folder, LIMITS).vectors)
+    assert (first, second) == (-1, -2) and isinstance(cause, NotRead) and "is no folder" in cause.cause
+    assert not isinstance(read, NotRead) and torch.equal(read.vectors, read_prompt(folder, LIMITS).vectors)
     assert "is a prompt adapter, not a LoRA adapter" in str(modules[0][1])

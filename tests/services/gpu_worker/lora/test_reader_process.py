@@ -1,5 +1,7 @@
 """The process that reads adapters: what it answers, and what its death changes."""
 
+import contextlib
+import fcntl
 import gc
 import json
 import os
@@ -18,9 +20,12 @@ from safetensors.torch import save_file
 from tiny_models import BY_NAME, settings, start
 
 from blockyard.services.gpu_worker import engine
+from blockyard.services.gpu_worker.child_processes import job_deadlines
 from blockyard.services.gpu_worker.lora import reader_client
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, ReadModules, read_modules
-from blockyard.services.gpu_worker.lora.reader_client import MOST_DEATHS, ReaderProcess
+from blockyard.services.gpu_worker.lora.reader_client import LATE, MOST_DEATHS, MOST_S, NotRead, ReaderProcess
+from blockyard.services.gpu_worker.lora.reader_frames import ArrivingModules, ModulesRead
+from blockyard.services.gpu_worker.lora.reader_process import MODULES_A_FRAME
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.config.services.lora import LoraConfig
 from blockyard.shared.messages import AdapterPlaced
@@ -78,7 +83,7 @@ def test_a_broken_adapter_is_refused_and_the_next_is_read(reader: ReaderProcess,
     reader.ask(11, str(tmp_path / "nan"))
     reader.ask(12, str(folder / "adapter"))
     found = answers(reader, 11, 12)
-    assert "not finite" in str(found[11]) and not isinstance(found[12], str)
+    assert "not finite" in str(found[11]) and not isinstance(found[12], NotRead)
 
 
 def test_what_a_killed_process_was_asked_for_is_asked_again(reader: ReaderProcess, folder: Path) -> None:
@@ -88,7 +93,7 @@ def test_what_a_killed_process_was_asked_for_is_asked_again(reader: ReaderProces
         reader.ask(job, str(folder / "adapter"))
     os.kill(before, signal.SIGKILL)
     found = answers(reader, 21, 22)
-    assert not any(isinstance(one, str) for one in found.values()) and reader.process_id != before
+    assert not any(isinstance(one, NotRead) for one in found.values()) and reader.process_id != before
 
 
 def test_an_adapter_that_ends_its_reader_is_refused(folder: Path) -> None:
@@ -137,8 +142,116 @@ def test_an_adapter_whose_patterns_are_matched_for_ever_is_refused(
     reader.ask(1, str(tmp_path / "slow"))
     reader.ask(2, str(folder / "adapter"))
     found = answers(reader, 1, 2)
-    assert found[1] == f"{tmp_path / 'slow'}: it cannot be read in 1 s of CPU time"
+    assert found[1] == NotRead("it cannot be read in 1 s of CPU time")
     assert isinstance(found[2], ReadModules)
+    reader.close()
+
+
+def write_many(folder: Path, num_modules: int) -> None:
+    """Writes an adapter of small matrices."""
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 1, "target_modules": ["q"]}')
+    names = [f"base_model.model.{i:04}.q.lora_{part}.weight" for i in range(num_modules) for part in "AB"]
+    save_file(
+        {name: torch.full((1, 1), float(i)) for i, name in enumerate(names)}, folder / "adapter_model.safetensors"
+    )
+
+
+def test_many_modules_are_taken_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are launched between two calls, also if the process ends in the middle."""
+    monkeypatch.setattr(reader_client, "RECEIVE_S", 0.0)  # a frame in each call
+    write_many(tmp_path / "many", num := 2 * MODULES_A_FRAME + 1)
+    taken: list[int] = []
+
+    class Counted(ArrivingModules):
+        def add(self, frame: ModulesRead) -> None:
+            taken.append(len(frame.modules))
+            super().add(frame)
+
+    monkeypatch.setattr(reader_client, "ArrivingModules", Counted)
+    reader, found, end_s = ReaderProcess(LIMITS), list[tuple[int, object]](), time.monotonic() + WAIT_S
+    reader.ask(1, str(tmp_path / "many"))
+    while not found and time.monotonic() < end_s:
+        before = len(taken)
+        found = list(reader.receive())
+        assert len(taken) <= before + 1
+        if len(taken) == 1 and before == 0:
+            os.kill(reader.process_id, signal.SIGKILL)
+    [(_, read)] = found
+    assert isinstance(read, ReadModules)
+    assert [module.name for module in read.modules] == [f"{i:04}.q" for i in range(num)]
+    assert [float(module.a) for module in read.modules if module.a is not None] == [2.0 * i for i in range(num)]
+    assert taken[-3:] == [MODULES_A_FRAME, MODULES_A_FRAME, 1]
+    reader.close()
+
+
+class Clock:
+    """Of the limits of time, which the test turns."""
+
+    now_s = 100.0
+
+    def now(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(job_deadlines, "AwakeClock", lambda longest_s: made)
+    return made
+
+
+@contextlib.contextmanager
+def hanging(file: Path) -> Iterator[None]:
+    """Who opens the file inside the block hangs, as on a disk that does not answer: a lease is to be given up first."""
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # asks for that
+    descriptor = os.open(file, os.O_RDWR)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        yield
+    finally:
+        os.close(descriptor)
+        signal.signal(signal.SIGIO, before)
+
+
+def test_a_folder_on_a_disk_that_hangs_is_refused_and_delays_no_other(
+    folder: Path, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_client, "reader_threads", lambda: 1)
+    shutil.copytree(folder / "adapter", tmp_path / "hung")
+    reader = ReaderProcess(LIMITS)
+    reader.ask(1, str(folder / "adapter"))
+    answers(reader, 1)
+    before = reader.process_id
+    with hanging(tmp_path / "hung" / "adapter_model.safetensors"):
+        reader.ask(2, str(tmp_path / "hung"))
+        reader.ask(3, str(folder / "adapter"))
+        assert isinstance(answers(reader, 3)[3], ReadModules), "before the other one is given up"
+        assert reader.process_id == before
+        clock.now_s += MOST_S + 1.0
+        refused = answers(reader, 2)[2]
+        assert isinstance(refused, NotRead) and refused.status == LATE and "its disk is slow, or hangs" in refused.cause
+        assert reader.process_id != before
+        reader.ask(4, str(folder / "adapter"))
+        assert isinstance(answers(reader, 4)[4], ReadModules), "by another process"
+    reader.ask(5, str(tmp_path / "hung"))
+    assert isinstance(answers(reader, 5)[5], ReadModules), "the disk answers again"
+    with pytest.raises(ProcessLookupError):
+        os.kill(before, 0)
+    reader.close()
+
+
+def test_a_reader_that_says_nothing_is_replaced(folder: Path, clock: Clock) -> None:
+    reader = ReaderProcess(LIMITS)
+    reader.ask(1, str(folder / "adapter"))
+    answers(reader, 1)
+    before = reader.process_id
+    os.kill(before, signal.SIGSTOP)
+    reader.ask(2, str(folder / "adapter"))
+    assert not reader.receive() and reader.process_id == before
+    clock.now_s += MOST_S
+    assert not reader.receive() and reader.process_id != before
+    assert isinstance(answers(reader, 2)[2], ReadModules)
     reader.close()
 
 

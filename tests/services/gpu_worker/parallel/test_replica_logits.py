@@ -1,6 +1,6 @@
 """Mixtures whose experts are spread over replicas, which are processes: each computes the logits of transformers.
 
-With an adapter of layers that each replica has, those of PEFT.
+Again after experts have moved between all ranks. With an adapter of layers that each replica has, those of PEFT.
 """
 
 from pathlib import Path
@@ -43,5 +43,6 @@ def test_each_replica_computes_its_own_rows(
     replica_logits.run(num_replicas, size, tmp_path / "group", [tmp_path / name for name in expected])
     for name, logits in expected.items():
         for replica in range(num_replicas):
-            got = torch.load(tmp_path / name / replica_logits.output(replica))
-            assert float((got - logits).abs().max()) <= 1e-4, (name, replica)
+            for moved in (False, True):
+                got = torch.load(tmp_path / name / replica_logits.output(replica, moved=moved))
+                assert float((got - logits).abs().max()) <= 1e-4, (name, replica, moved)

@@ -3,6 +3,7 @@
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tiny_models import BY_NAME, settings, start
 from torch import Tensor
 
 from blockyard.services.gpu_worker import engine
+from blockyard.services.gpu_worker.layers import linear as linear_layers
 from blockyard.services.gpu_worker.layers.cpu_offload import share_of_layers
 from blockyard.services.gpu_worker.layers.linear import LinearLayers, make_spec
 from blockyard.services.gpu_worker.loading.linear_spec import ExpertSpec, LinearSpec, Shard, Split, part
@@ -20,11 +22,9 @@ from blockyard.services.gpu_worker.loading.weights import HostShare, WeightTable
 from blockyard.services.gpu_worker.memory import GIB
 from blockyard.services.gpu_worker.models.interface import tensors_of
 from blockyard.services.gpu_worker.models.registry import find_family
-from blockyard.services.gpu_worker.quantization import registry
 from blockyard.services.gpu_worker.quantization.dense import UnquantizedFormat, place_rows, place_weights
-from blockyard.services.gpu_worker.quantization.method import ExpertMethod, Fusion, LinearMethod
+from blockyard.services.gpu_worker.quantization.method import ExpertMethod, Format, Fusion, LinearMethod
 from blockyard.services.gpu_worker.startup.cpu import CpuBackend
-from blockyard.shared import quantization
 from blockyard.shared.messages import Sampling
 
 NAME = "rows8"
@@ -92,8 +92,10 @@ class Rows8Format:
 
 @pytest.fixture(autouse=True)
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(quantization.NAMES, NAME, quantization.QuantizationName(NAME, module=NAME))
-    monkeypatch.setitem(registry.FORMATS, NAME, lambda said, table: Rows8Format())
+    def find_format(config: dict[str, Any], table: WeightTable) -> Format:
+        return Rows8Format() if config.get("quantization_config") else UnquantizedFormat()
+
+    monkeypatch.setattr(linear_layers, "find_format", find_format)
 
 
 @pytest.fixture

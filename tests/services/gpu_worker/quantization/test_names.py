@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from blockyard.services.gpu_worker.quantization.names import NamePatterns, SettingsByPattern, is_left_out
+from blockyard.services.gpu_worker.quantization.names import NamePatterns, SettingsByPattern, is_left_out, layer_of
 from blockyard.shared.errors import ConfigError
 
 Q, GATE = "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.gate"
@@ -92,3 +92,17 @@ def test_expressions_that_match_a_part_of_a_name() -> None:
     assert SettingsByPattern(rules).find(Q) is not None  # names without their first part are names, too
     assert SettingsByPattern({r"self_attn\.q": 8}).find(Q) is None
     assert SettingsByPattern({r"self_attn\.q": 8}, anywhere=True).find(Q) == (r"self_attn\.q", 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        (Q, "model.layers.1"),
+        ("h.10.attn.c_attn", "h.10"),
+        ("bert.encoder.layer.0.output.dense", "bert.encoder.layer.0"),
+        ("transformer.blocks.3.ffn.layers.0.w1", "transformer.blocks.3"),
+        *((name, "") for name in ("lm_head", "layers.1", "model.layers.norm.weight", "path.0.weight")),
+    ],
+)
+def test_the_layer_of_a_matrix(name: str, layer: str) -> None:
+    assert layer_of(name) == layer

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +15,10 @@ import msgspec
 import pytest
 
 from blockyard.services.gpu_worker.parallel.commands import LifeSign, Sign
-from blockyard.services.gpu_worker.parallel.replicas import StepOffer
-from blockyard.services.gpu_worker.parallel.shares import Shard
+from blockyard.services.gpu_worker.parallel.meeting import Meeting
+from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankGroup, connect_cpus
+from blockyard.services.gpu_worker.parallel.replicas import ReplicaRanks, StepOffer
+from blockyard.services.gpu_worker.parallel.shares import WHOLE, Shard
 from blockyard.services.gpu_worker.ranks import replica_meeting, signs
 from blockyard.services.gpu_worker.ranks.replica_meeting import MetReplicas, ReplicaJoin, meet
 from blockyard.services.gpu_worker.ranks.replica_team import ReplicaTeam
@@ -26,12 +28,14 @@ from blockyard.shared.process.frame_pipe import FramePipe
 SIZE = 3
 
 
-def meet_all(folder: Path, order: list[int], pause_s: float = 0.0) -> list[MetReplicas]:
-    """Returns what each replica has. order: in which they begin."""
+def meet_all(
+    folder: Path, order: list[int], pause_s: float = 0.0, hosts: Sequence[Sequence[str]] = ((),) * SIZE
+) -> list[MetReplicas]:
+    """Returns what each replica has. order: in which they begin. hosts: of its ranks."""
     with ThreadPoolExecutor(SIZE) as pool:
         met = {}
         for replica in order:
-            met[replica] = pool.submit(meet, folder, Shard(replica, SIZE), 20.0, lambda: None)
+            met[replica] = pool.submit(meet, folder, Shard(replica, SIZE), 20.0, lambda: None, hosts[replica])
             time.sleep(pause_s)
         return [met[replica].result() for replica in range(SIZE)]
 
@@ -61,20 +65,40 @@ def check(met: list[MetReplicas]) -> None:
 def test_replicas_meet_in_any_order_and_again(order: list[int], tmp_path: Path) -> None:
     first = meet_all(tmp_path, order, 0.1)
     check(first)
-    (tmp_path / replica_meeting.SOCKET).touch()  # a first replica that was killed leaves it
+    (tmp_path / replica_meeting.NAME).touch()  # a first replica that was killed leaves it
     again = meet_all(tmp_path, order)
     assert again[0].folder != first[0].folder and not first[0].folder.exists()
     check(again)
 
 
+def test_ranks_of_several_hosts_meet_at_a_store_of_the_first(tmp_path: Path) -> None:
+    hosts = [["127.0.0.1"], ["127.0.0.1"], ["127.0.0.1", "127.0.0.2"]]
+    met = meet_all(tmp_path, [0, 1, 2], hosts=hosts)
+    assert len({one.store for one in met}) == 1 and met[0].store.startswith("127.0.0.1:")
+
+    def connect(shard: Shard, meeting: Meeting, name: str) -> RankGroup:
+        return connect_cpus(shard, GroupStores(meeting), name)
+
+    def least(replica: int) -> list[int]:
+        own = ReplicaRanks(met[replica].meeting, Shard(replica, SIZE), 0)
+        groups = [own.connect(connect), own.connect_stage(connect, WHOLE, 0)]
+        assert groups[0] is own.connect(connect)
+        return [group.least(5 + replica) for group in groups]
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        assert list(pool.map(least, range(SIZE))) == [[5, 5]] * SIZE
+    for one in met:
+        close(one)
+
+
 def test_one_that_joined_and_is_gone_is_waited_for_again(tmp_path: Path) -> None:
     with ThreadPoolExecutor(SIZE) as pool:
         first = pool.submit(meet, tmp_path, Shard(0, SIZE), 20.0, lambda: None)
-        for frame in (msgspec.msgpack.encode(ReplicaJoin(1, 0)), b"of a stranger"):
+        for frame in (msgspec.msgpack.encode(ReplicaJoin(1, 0, [])), b"of a stranger"):
             while True:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as gone:
                     try:
-                        gone.connect(str(tmp_path / replica_meeting.SOCKET))
+                        gone.connect(str(tmp_path / replica_meeting.NAME))
                     except OSError:
                         time.sleep(0.01)
                         continue

@@ -7,12 +7,14 @@ from typing import Any, cast
 import msgspec
 import pytest
 import torch
+import torch.cuda.nccl
 from tiny_models import model_shape, settings
 
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, MemoryPlan
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.parallel.shares import Shard
+from blockyard.services.gpu_worker.parallel.sums.sum_cache import SumCache
 from blockyard.services.gpu_worker.startup import cuda
 from blockyard.services.gpu_worker.startup.backend import pick_backend
 from blockyard.services.gpu_worker.startup.cpu import CpuBackend
@@ -101,7 +103,7 @@ def test_blocks_of_a_gpu(tmp_path: Path, small_gpu: CudaBackend, fields: dict[st
 @pytest.mark.parametrize(
     ("fields", "has_latent", "graphs_mib"),
     [
-        ({}, False, 1024 + 11 * 24),  # the activations of one step, and graphs of 11 sizes
+        ({}, False, 1024 + 12 * 24),  # the activations of one step, 11 sizes of graphs, the largest has two
         ({"max_num_batched_tokens": 64}, False, 1024 + 3 * 24),
         ({"enforce_eager": True}, False, 0),
         ({"batch_invariant": True}, False, 0),
@@ -153,12 +155,14 @@ def test_ranks_sum_by_kernels_unless_a_flag_forbids_it(asked: bool, monkeypatch:
     kernels, chosen = SimpleNamespace(), list[tuple[int, bool]]()
 
     def choose(
-        group: RankGroup, folder: Path, width: int, dtype: torch.dtype, note: object, *, in_order: bool
+        group: RankGroup, folder: Path, width: int, dtype: torch.dtype, note: object, *, in_order: bool, cache: SumCache
     ) -> SimpleNamespace:
         chosen.append((width, in_order))
         return kernels
 
     monkeypatch.setattr(cuda, "choose_sums", choose)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
     linears = [SimpleNamespace(is_partial=False, shape=(8, 16)), SimpleNamespace(is_partial=True, shape=(16, 8))]
     model: Any = SimpleNamespace(linears=lambda: linears, table=SimpleNamespace(dtype=torch.bfloat16))
     ranks = RankGroup(Shard(0, 2), cast("Any", None), GPU)

@@ -70,9 +70,7 @@ def test_a_turn_opens_a_few_slots_of_a_compiled_grammar(bench: Bench, monkeypatc
         bench.matchers.turn()
         there.append([slot for slot in range(1, 6) if bench.has_first_mask(slot, slot + 1)])
     assert there == [[1, 2, 3], [1, 2, 3, 4, 5]] and not bench.matchers.have_opened
-    assert [(one.slot, one.owner) for one in bench.answers if isinstance(one, FirstMask)] == [
-        (slot, slot + 1) for slot in range(1, 6)
-    ]
+    assert [one.slot for one in bench.answers if isinstance(one, FirstMask)] == list(range(1, 6))
     assert bench.engine.num_compiled == 1
 
 

@@ -63,7 +63,7 @@ def test_blocks_of_several_plans_land_and_both_ends_answer_once(workers: tuple[K
     a.send(send_to(b.geometry, B, 1, [8, 0], [7, 2]))
     until(lambda: 1 in a.ended and 1 in b.ended, a, b)
     assert sorted(b.landed[1]) == [2, 5, 7, 9] and b.failed[1] == []
-    assert a.ended[1] == [KVSendEnded(A, 1, True)]
+    assert a.ended[1] == [KVSendEnded(1, True)]
     assert holds(b, [5, 9, 7, 2], a, [3, 4, 8, 0])
     assert not a.memory.in_transfer and not b.memory.in_transfer and not b.memory.without_kv
     assert a.transfers.num_open == b.transfers.num_open == 0 and b.transfers.open_transfers() == {}
@@ -130,7 +130,7 @@ def test_an_aborted_transfer_ends_on_both_sides(workers: tuple[KVWorker, KVWorke
     else:
         b.transfers.abort(KVAbort(1))
     until(lambda: 1 in a.ended and 1 in b.ended, a, b)
-    assert a.ended[1] == [KVSendEnded(A, 1, False)] and b.ended[1] == [KVLanded(B, 1, [], [], True)]
+    assert a.ended[1] == [KVSendEnded(1, False)] and b.ended[1] == [KVLanded(1, [], [], True)]
     assert b.memory.without_kv == {6}
     a.send(send_to(b.geometry, B, 1, [4], [6]))  # its plan was queued before the abort
     until(lambda: len(a.ended[1]) == 2, a, b)
@@ -143,7 +143,7 @@ def test_an_abort_of_a_transfer_that_is_not_open_is_answered_each_time(workers: 
         a.transfers.abort(KVAbort(7, is_source=True))
         a.transfers.abort(KVAbort(8))
         a.turn()
-        assert a.ended == {7: [KVSendEnded(A, 7, False)] * count, 8: [KVLanded(A, 8, [], [], True)] * count}
+        assert a.ended == {7: [KVSendEnded(7, False)] * count, 8: [KVLanded(8, [], [], True)] * count}
     b.receive(7, A, [5])
     a.send(send_to(b.geometry, B, 7, [3], [5]))  # the plan was queued when its transfer was aborted
     for _ in range(20):
@@ -157,7 +157,7 @@ def test_an_abort_of_a_transfer_that_is_not_open_is_answered_each_time(workers: 
     until(lambda: 2 in a.ended and 2 in b.ended, a, b)
     a.transfers.abort(KVAbort(2, is_source=True))
     a.turn()
-    assert a.ended[2] == [KVSendEnded(A, 2, True)] * 2, "it was complete"
+    assert a.ended[2] == [KVSendEnded(2, True)] * 2, "it was complete"
 
 
 def test_frames_that_cannot_be_served_are_answered_as_ended(workers: tuple[KVWorker, KVWorker]) -> None:
@@ -165,12 +165,12 @@ def test_frames_that_cannot_be_served_are_answered_as_ended(workers: tuple[KVWor
     b.receive(1, A, [5, 5])
     b.receive(2, A, [30])
     b.turn()
-    assert b.ended == {n: [KVLanded(B, n, [], [], True)] for n in (1, 2)} and not b.memory.without_kv
+    assert b.ended == {n: [KVLanded(n, [], [], True)] for n in (1, 2)} and not b.memory.without_kv
     nowhere = msgspec.structs.replace(b.geometry, kv_endpoint=b"pigeon://loft")
     a.send(send_to(nowhere, B, 3, [1], [2]))
     a.send(send_to(b.geometry, B, 4, [20], [2]))
     a.turn()
-    assert a.ended == {n: [KVSendEnded(A, n, False)] for n in (3, 4)} and a.transfers.num_open == 0
+    assert a.ended == {n: [KVSendEnded(n, False)] for n in (3, 4)} and a.transfers.num_open == 0
     b.receive(6, A, [4])
     b.receive(6, A, [4])  # the same frame again
     a.send(send_to(b.geometry, B, 6, [1], [4]))
@@ -190,7 +190,7 @@ def test_an_unexpected_error_ends_a_send_and_not_the_worker(
         patch.setattr(sender_link, "make_copier", fails)
         a.send(send_to(b.geometry, B, 1, [1], [4]))
     a.turn()
-    assert a.ended == {1: [KVSendEnded(A, 1, False)]} and a.transfers.num_open == 0
+    assert a.ended == {1: [KVSendEnded(1, False)]} and a.transfers.num_open == 0
     b.receive(2, A, [5])
     a.send(send_to(b.geometry, B, 2, [1], [5]))
     until(lambda: 2 in b.ended, a, b)
@@ -207,7 +207,7 @@ def test_workers_with_other_layouts_do_not_exchange_blocks(make: Callable[..., K
     b.receive(1, A, [5])
     a.send(send_to(b.geometry, B, 1, [3], [5]))
     until(lambda: 1 in a.ended, a, b)
-    assert a.ended[1] == [KVSendEnded(A, 1, False)] and 1 not in b.ended, "the scheduler aborts it"
+    assert a.ended[1] == [KVSendEnded(1, False)] and 1 not in b.ended, "the scheduler aborts it"
     b.transfers.on_gone(A)
     until(lambda: 1 in b.ended, a, b)
 
@@ -229,7 +229,7 @@ def test_without_scales_a_worker_exchanges_blocks_with_none_until_it_has_them(ma
     a.receive(1, B, [3])
     a.send(send_to(GEOMETRY, B, 2, [3], [4]))
     a.turn()
-    assert a.ended == {1: [KVLanded(A, 1, [], [], True)], 2: [KVSendEnded(A, 2, False)]}
+    assert a.ended == {1: [KVLanded(1, [], [], True)], 2: [KVSendEnded(2, False)]}
     a.memory.layout = msgspec.structs.replace(LARGE, scales=b"s")
     a.transfers.open()
     assert a.geometry.kv_layout and a.geometry.kv_endpoint
@@ -366,7 +366,7 @@ def test_a_link_is_closed_when_idle_and_when_its_worker_leaves(
     until(lambda: b.landed.get(2) == [6], a, b)
     a.transfers.on_gone(B)
     a.turn()
-    assert a.ended[2] == [KVSendEnded(A, 2, False)] and len(a.links.watched) == 3
+    assert a.ended[2] == [KVSendEnded(2, False)] and len(a.links.watched) == 3
     b.transfers.on_gone(0xC)
     until(lambda: 2 in b.ended and 3 in b.ended, b)
 
@@ -443,7 +443,7 @@ def test_the_receiver_is_killed(tmp_path: Path, make: Callable[..., KVWorker], c
         b.process.kill()
         b.process.join(10)
         until(lambda: 1 in a.ended, a)
-        assert a.ended[1] == [KVSendEnded(A, 1, False)] and not a.memory.in_transfer
+        assert a.ended[1] == [KVSendEnded(1, False)] and not a.memory.in_transfer
         a.send(send_to(b.geometry, B, 1, blocks[-1:], blocks[-1:]))
         until(lambda: len(a.ended[1]) == 2, a)
         assert len(a.links.watched) == 3

@@ -254,19 +254,22 @@ def test_adapters_of_the_start_are_checked_without_their_weights(tmp_path: Path)
     big = write_adapter(tmp_path / "big", 17)
     weights = big / "adapter_model.safetensors"
     assert error_of_adapter(big) == (
-        f"adapter fr: {weights}: rank 17 for model.layers.0.self_attn.q_proj; --max-lora-rank is 16"
+        f"adapter fr: {big}: {weights.name}: rank 17 for model.layers.0.self_attn.q_proj; --max-lora-rank is 16"
     )
     size = weights.stat().st_size
     weights.write_bytes(weights.read_bytes()[:-4])
-    assert error_of_adapter(big) == f"adapter fr: {weights} has {size - 4} bytes, its header says {size}"
+    assert error_of_adapter(big) == f"adapter fr: {big}: {weights.name} has {size - 4} bytes, its header says {size}"
     weights.write_bytes(b"")
-    assert error_of_adapter(big).startswith(f"adapter fr: {weights} is not a safetensors file: ")
+    assert error_of_adapter(big).startswith(f"adapter fr: {big}: {weights.name} is not a safetensors file: ")
     weights.unlink()
-    assert error_of_adapter(big) == f"adapter fr: {big} has neither adapter_model.safetensors nor adapter_model.bin"
+    assert (
+        error_of_adapter(big)
+        == f"adapter fr: {big}: the folder has neither adapter_model.safetensors nor adapter_model.bin"
+    )
     dora = write_adapter(tmp_path / "dora", use_dora=True)
-    assert error_of_adapter(dora).startswith(f"adapter fr: {dora}/adapter_config.json: use_dora True is not served")
+    assert error_of_adapter(dora).startswith(f"adapter fr: {dora}: adapter_config.json: use_dora True is not served")
     (dora / "adapter_config.json").unlink()
-    assert error_of_adapter(dora) == f"adapter fr: {dora} has no adapter_config.json"
+    assert error_of_adapter(dora) == f"adapter fr: {dora}: the folder has no adapter_config.json"
 
 
 def test_whether_adapters_of_the_start_change_experts(tmp_path: Path) -> None:

@@ -168,7 +168,8 @@ def test_loads_and_unloads() -> None:
     world = make(prompts=1)
     assert command(world, ControlVerb.LOAD_ADAPTER, "p", "/p") == (200, "", "")
     assert command(world, ControlVerb.LOAD_ADAPTER, "p", "/p")[:2] == (400, "prompt_adapter_name")
-    assert command(world, ControlVerb.LOAD_ADAPTER, "q", BROKEN) == (400, "prompt_adapter_path", f"{BROKEN} is broken")
+    refused = (400, "prompt_adapter_path", "adapter 'q': it is broken")
+    assert command(world, ControlVerb.LOAD_ADAPTER, "q", BROKEN) == refused
     running = submit(world, "1", "p", max_tokens=20)
     [worker] = world.workers.values()
     for _ in range(3):

@@ -120,7 +120,7 @@ def test_a_result_with_another_number_of_tokens_means_attach_again(ring: type[Ri
     assert len(group_of(it).decode_batch) == 3
     plan = last(it, StepPlan)
     assert isinstance(plan, StepPlan)
-    answer = StepResult(it.worker.incarnation, plan.number, [], 0.0, token_ids=bytes(kept))
+    answer = StepResult(plan.number, [], 0.0, token_ids=bytes(kept))
     before = it.world.core.groups[it.worker.incarnation]
     it.worker.in_flight.clear()
     it.world.tell(it.worker.incarnation, answer)

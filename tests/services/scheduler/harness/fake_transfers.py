@@ -63,18 +63,18 @@ class FakeTransfers:
         """The link to the source breaks, and both workers live."""
         self.incoming[number].is_cut = True
         source = self.incoming[number].source
-        self.notices.append(KVLanded(self.worker, number, [], unreachable_sender=source))
+        self.notices.append(KVLanded(number, [], unreachable_sender=source))
 
     def end_receive(self, number: int) -> None:
         one = self.incoming.pop(number, None)
         self.over.add(number)
         landed, failed = (one.landed[one.num_told :], one.failed) if one is not None else ([], [])
-        self.notices.append(KVLanded(self.worker, number, landed, failed, True))
+        self.notices.append(KVLanded(number, landed, failed, True))
 
     def end_send(self, number: int, is_complete: bool) -> None:
         self.outgoing.pop(number, None)
         self.over.add(number)
-        self.notices.append(KVSendEnded(self.worker, number, is_complete))
+        self.notices.append(KVSendEnded(number, is_complete))
 
 
 def abort(workers: dict[int, FakeTransfers], worker: int, frame: KVAbort) -> None:
@@ -124,7 +124,7 @@ def move(workers: dict[int, FakeTransfers], kvs: dict[int, MockKV], worker: int,
             target.end_receive(number)
         elif len(there.landed) > there.num_told and number % 2:
             told, there.num_told = there.landed[there.num_told :], len(there.landed)
-            target.notices.append(KVLanded(one.target, number, told))
+            target.notices.append(KVLanded(number, told))
 
 
 def lose_worker(workers: dict[int, FakeTransfers], gone: int) -> None:

@@ -200,7 +200,7 @@ class FakeWorker:
         elif isinstance(frame, KVAudit):
             still_open = own.open_transfers()
             numbers, blocks = list(still_open), list(still_open.values())
-            own.notices.append(KVOpenTransfers(self.incarnation, frame.number, numbers, blocks))
+            own.notices.append(KVOpenTransfers(frame.number, numbers, blocks))
         elif isinstance(frame, KVAbort):
             abort(self.transfers, self.incarnation, frame)
         else:

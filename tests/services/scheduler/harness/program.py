@@ -265,12 +265,13 @@ class Program:
 
     def spoil_load(self, a: int, b: int) -> None:
         """A worker cannot read an adapter that another one has read."""
-        served = {card.name for card in self.world.core.adapters.cards}
+        registry = self.world.core.adapters
+        served = {card.name for card in registry.cards}
         loads = [
             (worker, index)
             for worker in self.world.workers.values()
             for index, frame in enumerate(worker.inbox)
-            if isinstance(frame, LoadAdapter) and frame.name in served
+            if isinstance(frame, LoadAdapter) and (known := registry.all.get(frame.adapter)) and known.name in served
         ]
         if (found := pick(loads, a)) is not None:
             worker, index = found

@@ -208,7 +208,7 @@ class World:
 
     def break_down(self, incarnation: int, detail: str = "CUDA error") -> None:
         """A worker's device fails: it reports the error and is lost with all plans in flight."""
-        self.core.on_message(incarnation, Broken(incarnation, detail), self.now)
+        self.core.on_message(incarnation, Broken(detail), self.now)
         self.kill(incarnation)
 
     def blink(self, incarnation: int) -> None:

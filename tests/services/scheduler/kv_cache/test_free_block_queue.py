@@ -1,6 +1,6 @@
 """The free block queue alone, against a plain list of blocks."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockyard.services.scheduler.kv_cache.free_block_queue import FreeBlockQueue
@@ -12,6 +12,7 @@ NUM_BLOCKS = 24
 deeds = st.lists(st.tuples(st.sampled_from(["put", "take", "oldest", "one", "send", "done"]), st.binary(max_size=12)))
 
 
+@settings(deadline=None)
 @given(deeds)
 def test_the_block_that_was_freed_first_is_evicted_first(deeds: list[tuple[str, bytes]]) -> None:
     plan_clock = PlanClock()

@@ -276,7 +276,7 @@ def test_hashes_that_do_not_match_the_blocks_are_ignored(ring: type[Ring]) -> No
     it = ring()
     group = it.world.groups.attached[it.worker.incarnation]
     for blocks, names in (([1, 2], b"x" * 16), ([1, 99], b"x" * 16 + b"y" * 16), ([1, -1], b"x" * 16 + b"y" * 16)):
-        frame = Attached(it.worker.incarnation, 1, group.geometry, blocks, names)
+        frame = Attached(1, group.geometry, blocks, names)
         group.kv_cache.restore(frame)
     assert not index_of(it)
 

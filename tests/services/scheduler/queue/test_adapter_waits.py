@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockyard.services.scheduler.queue.adapter_waits import first_lacking
@@ -35,6 +35,7 @@ def test_the_first_adapter_that_no_group_has_beside_those_before_it() -> None:
 adapters = st.sets(st.sampled_from([PROMPT, LORA]))
 
 
+@settings(deadline=None)
 @given(st.lists(st.builds(Group, adapters, adapters), min_size=1, max_size=4), st.integers(0, 3))
 def test_a_wait_ends_if_a_group_can_have_all(groups: list[Group], rounds: int) -> None:
     """Groups load the prompt adapter by themselves, sooner or later, and the LoRA adapter while it is waited for."""

@@ -96,7 +96,7 @@ def test_a_transfer_has_ended_when_its_last_part_has_landed() -> None:
     line.send(6, True, 1.0)
     line.run()
     when = pytest.approx(1.0 + 0.0025 + 0.016 + 0.001)
-    assert line.told == [(when, KVLanded(2, 7, [5, 6], is_ended=True)), (when, KVSendEnded(1, 7, True))]
+    assert line.told == [(when, KVLanded(7, [5, 6], is_ended=True)), (when, KVSendEnded(7, True))]
 
 
 @pytest.mark.parametrize("asked", [1, 2])
@@ -107,13 +107,13 @@ def test_an_abort_ends_both_sides_and_is_always_answered(asked: int) -> None:
     line.send(6, True, 1.0)
     line.run(until=1.01)  # it is on the link
     line.transfers.abort(asked, KVAbort(7, is_source=asked == 1), 1.011)
-    ended = [KVLanded(2, 7, [5], is_ended=True), KVSendEnded(1, 7, False)]
+    ended = [KVLanded(7, [5], is_ended=True), KVSendEnded(7, False)]
     assert [frame for _, frame in line.told] == ended
     line.run()
     assert len(line.told) == 2, "what was on the link lands nowhere"
     line.transfers.abort(2, KVAbort(7), 2.0)
     line.transfers.abort(1, KVAbort(7, is_source=True), 2.0)
-    assert [frame for _, frame in line.told[2:]] == [KVLanded(2, 7, [], is_ended=True), KVSendEnded(1, 7, False)]
+    assert [frame for _, frame in line.told[2:]] == [KVLanded(7, [], is_ended=True), KVSendEnded(7, False)]
 
 
 def test_an_abort_before_the_first_part_is_answered_by_both() -> None:
@@ -131,7 +131,7 @@ def test_the_survivor_of_a_transfer_says_that_it_has_ended(dead: int) -> None:
     line.send(5, False, 0.0)
     line.run()
     line.transfers.on_lost(dead, 1.0)
-    survivor = {1: KVLanded(2, 7, [5], is_ended=True), 2: KVSendEnded(1, 7, False)}[dead]
+    survivor = {1: KVLanded(7, [5], is_ended=True), 2: KVSendEnded(7, False)}[dead]
     assert survivor in [frame for _, frame in line.told]
 
 

@@ -26,7 +26,7 @@ class Audited:
         return {worker: frame.number for worker, frame in questions}
 
     def answer(self, worker: int, question: int, still_open: dict[int, list[int]]) -> list[int]:
-        frame = KVOpenTransfers(worker, question, list(still_open), list(still_open.values()))
+        frame = KVOpenTransfers(question, list(still_open), list(still_open.values()))
         return self.audit.on_answer(worker, frame, EVERY_S + 1)
 
 

@@ -152,7 +152,7 @@ def test_an_audit_misses_no_transfer_whose_plan_is_not_complete() -> None:
     it.world.turn()
     audits = [frame for frame in it.frames(KVAudit, it.source) if isinstance(frame, KVAudit)]
     assert it.sends(it.source) and not it.world.transfers[it.source.incarnation].outgoing
-    it.world.tell(it.source.incarnation, KVOpenTransfers(it.source.incarnation, audits[-1].number))
+    it.world.tell(it.source.incarnation, KVOpenTransfers(audits[-1].number))
     assert it.world.core.stats().transfer_audit_differences_total == 0
     it.finish()
     assert it.world.core.stats().transfers_landed_total == 1
@@ -162,7 +162,7 @@ def test_late_notices_of_the_target_seat_nothing_twice() -> None:
     it = land_all_before_the_last_chunk()
     (receive,) = it.frames(KVReceive, it.target)
     assert isinstance(receive, KVReceive)
-    it.world.tell(it.target.incarnation, KVLanded(it.target.incarnation, receive.transfer, receive.blocks, [], True))
+    it.world.tell(it.target.incarnation, KVLanded(receive.transfer, receive.blocks, [], True))
     it.finish()
     stats = it.world.core.stats()
     assert (stats.transfer_notices_dropped_total, stats.transfers_landed_total) == (1, 1)

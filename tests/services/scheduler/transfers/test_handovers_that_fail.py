@@ -228,9 +228,9 @@ def test_blocks_are_quarantined_until_both_workers_have_answered() -> None:
     ((number, transfer),) = it.world.core.ledger.transfers.items()
     blocks, source, target = it.world.core.groups, it.source.incarnation, it.target.incarnation
     assert it.world.core.stats().blocks_quarantined == 10
-    it.world.tell(target, KVLanded(target, number, [], [], True))
+    it.world.tell(target, KVLanded(number, [], [], True))
     assert blocks[target].kv_cache.blocks.num_used == 5, "the sender may still write"
-    it.world.tell(source, KVSendEnded(source, number, False))
+    it.world.tell(source, KVSendEnded(number, False))
     assert (blocks[source].kv_cache.blocks.num_used, blocks[target].kv_cache.blocks.num_used) == (0, 0)
     assert not transfer.source.blocks
 
@@ -369,10 +369,10 @@ def test_unknown_doubled_and_late_notices_are_dropped_and_counted() -> None:
     source, target = it.source.incarnation, it.target.incarnation
     ((number,)) = {send.transfer for send in it.sends(it.source)}
     for peer, frame in (
-        (target, KVLanded(target, number, [1], [], True)),
-        (source, KVSendEnded(source, number, True)),
-        (target, KVLanded(target, 99, [1])),
-        (source, KVSendEnded(source, 99, False)),
+        (target, KVLanded(number, [1], [], True)),
+        (source, KVSendEnded(number, True)),
+        (target, KVLanded(99, [1])),
+        (source, KVSendEnded(99, False)),
     ):
         it.world.tell(peer, frame)
     assert it.world.core.stats().transfer_notices_dropped_total == 4

@@ -21,7 +21,7 @@ def failed_pair() -> tuple[Pair, tuple[int, int]]:
 def test_a_worker_that_attaches_again_is_not_avoided() -> None:
     """Its links are new ones."""
     it, pair = failed_pair()
-    it.world.tell(it.target.incarnation, OutOfStep(it.target.incarnation, 1))
+    it.world.tell(it.target.incarnation, OutOfStep(1))
     links = it.world.core.link_backoff
     assert pair not in links.avoided and pair not in links.failing
     it.finish()
@@ -42,7 +42,7 @@ def test_blocks_of_a_part_do_not_show_that_a_failing_link_works() -> None:
     ((number, received),) = it.world.transfers[target].incoming.items()
     if not received.num_told:
         received.num_told = 1
-        it.world.tell(target, KVLanded(target, number, received.landed[:1]))
+        it.world.tell(target, KVLanded(number, received.landed[:1]))
     it.notify()
     assert len(received.landed) == 1 and pair in links.failing
     it.finish()

@@ -12,6 +12,7 @@ from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.scheduler import SchedulerConfig
 from blockyard.shared.errors import LoadError
 from blockyard.shared.messages import (
+    AdapterLoaded,
     AdapterUse,
     Cancel,
     Control,
@@ -88,14 +89,27 @@ def start_with_broken(*, is_restart: bool) -> World:
 
 
 def test_a_broken_adapter_ends_the_start() -> None:
-    with pytest.raises(LoadError, match=f"^adapter bad: {BROKEN} is broken$"):
+    with pytest.raises(LoadError, match=f"^adapter bad: {BROKEN}: it is broken$"):
         start_with_broken(is_restart=False)
 
 
 def test_a_scheduler_that_starts_again_leaves_a_broken_adapter_out() -> None:
     world = start_with_broken(is_restart=True)
     assert names(world) == ["a0"]
-    assert world.core.notes[-1] == f"adapter bad is not served: {BROKEN} is broken"
+    assert world.core.notes[-1] == "adapter bad is not served: it is broken"
+
+
+def test_a_load_that_takes_too_long_is_no_fault_of_the_client() -> None:
+    world = make(adapters=1)
+    command(world, ControlVerb.LOAD_ADAPTER, "b", "/b")
+    [worker], number = world.workers.values(), max(world.core.adapters.all)
+    world.turn()
+    worker.inbox.clear()
+    late = AdapterLoaded(number, error="its disk hangs", status=504)
+    world.tell(worker.incarnation, late)
+    world.settle()
+    [gateway] = world.gateways.values()
+    assert [(one.status, one.message) for one in gateway.controlled] == [(504, "adapter 'b': its disk hangs")]
 
 
 def test_the_phase_tells_that_no_worker_serves_adapters() -> None:
@@ -350,7 +364,7 @@ def test_an_adapter_that_no_worker_can_read_again_ends_its_requests_and_the_next
     assert [one for one in world.sent if isinstance(one.frame, LoadAdapter)] == loads, (
         "nothing is read without a request"
     )
-    detail = f"no worker can read the adapter {name!r}: /broken is broken"
+    detail = f"no worker can read the adapter {name!r}: it is broken"
     refused = [one.frame for one in world.sent if isinstance(one.frame, Refused)]
     told = [(one.request_id, one.status, one.field, one.message) for one in refused]
     assert told == ([] if is_accepted else [("1", 400, "model", detail)])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from blockyard.shared.config import parsed_flags
-from blockyard.shared.config.checkpoint import Checkpoint
+from blockyard.shared.config.checkpoint import Checkpoint, check_length
 from blockyard.shared.config.pooling.pooling_fields import pooling_notes, worker_pooling_fields
 from blockyard.shared.config.pooling.task_choice import settle_task
 from blockyard.shared.errors import ConfigError
@@ -93,6 +93,9 @@ def test_fields_of_a_worker(tmp_path: Path) -> None:
         "task": "embed", "max_model_len": 512, "has_pair_template": False, "pooler_config": '{"pooling_type":"mean"}',
     }  # fmt: skip
     assert worker_pooling_fields(values("--max-model-len", "100"), model)["max_model_len"] == 100
+    check_length(values("--max-model-len", "512"), model)
+    with pytest.raises(ConfigError, match=r"--max-model-len 513 is more than the 512 tokens config\.json allows"):
+        check_length(values("--max-model-len", "513"), model)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@
 are dequantized.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,13 +18,12 @@ from blockyard.services.gpu_worker.quantization.kept.eight_bits import expand
 from blockyard.services.gpu_worker.quantization.kept.form import KeptForm
 from blockyard.services.gpu_worker.quantization.kept.w4a16 import W4A16
 from blockyard.services.gpu_worker.quantization.kept.w8a16 import W8A16
-from blockyard.services.gpu_worker.quantization.names import HEAD, is_left_out
+from blockyard.services.gpu_worker.quantization.names import HEAD, is_left_out, layer_of
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, StoredMatrix, ToKept
 from blockyard.shared.errors import ConfigError, LoadError
 
 WORDS = frozenset({torch.int32})  # that codes are packed in
 WORD_BITS = 32
-_IN_BLOCK = re.compile(r"(^|\.)(layers?|h|blocks)\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,4 +108,4 @@ def is_outside(name: str, with_head: bool = False) -> bool:
     and perhaps the head."""
     if name.rpartition(".")[2] == HEAD:
         return not with_head
-    return _IN_BLOCK.search(name) is None or is_left_out(name)
+    return not layer_of(name) or is_left_out(name)

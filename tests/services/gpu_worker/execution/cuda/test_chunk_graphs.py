@@ -28,7 +28,7 @@ from blockyard.services.gpu_worker.execution.cuda.chunk_graphs import (
     SIZES,
     ChunkGraphAttention,
     chunk_graphs,
-    num_sequences,
+    nums_of_sequences,
     sizes_of,
 )
 from blockyard.services.gpu_worker.execution.packed_graphs import PackedGraphs
@@ -165,11 +165,25 @@ def test_sizes_that_run_much_longer_than_their_launch_are_not_captured(folder: P
     assert len(capture.graphs) == 2
 
 
+def test_large_sizes_have_a_graph_for_fewer_sequences_too() -> None:
+    assert nums_of_sequences(16384, 1024) == [128, 512]
+    assert nums_of_sequences(2048, 1024) == [16, 64]
+    assert nums_of_sequences(1024, 1024) == [32]
+    assert nums_of_sequences(16384, 30) == [31], "no step has more"
+
+
+@pytest.mark.cpu
+def test_a_graph_fits_as_many_sequences_as_it_has_but_for_one_of_padding(attention: ChunkGraphAttention) -> None:
+    assert attention.fits(np.ones(len(attention.starts) - 2, np.int64))
+    assert not attention.fits(np.ones(len(attention.starts) - 1, np.int64))
+
+
 @pytest.mark.cpu
 @given(data=st.data())
 def test_rows_of_padding_belong_to_short_sequences(data: st.DataObject, attention: ChunkGraphAttention) -> None:
     """Of no slot, and all rows belong to a sequence."""
-    counts = data.draw(st.lists(st.integers(1, 40), max_size=attention.room).filter(lambda some: sum(some) <= 512))
+    room = len(attention.starts) - 2
+    counts = data.draw(st.lists(st.integers(1, 40), max_size=room).filter(lambda some: sum(some) <= 512))
     attention.fill(np.array(counts, np.int64), None)
     metadata = attention.rows
     starts, count = attention.starts.tolist(), len(counts)
@@ -178,14 +192,14 @@ def test_rows_of_padding_belong_to_short_sequences(data: st.DataObject, attentio
     assert metadata.slots.tolist() == owners + [-1] * (512 - len(owners))
     padding = np.diff(starts[count:])
     assert padding[:-1].max(initial=0) <= PADDING_ROWS
-    if (512 - len(owners)) <= PADDING_ROWS * (attention.room + 1 - count):
+    if (512 - len(owners)) <= PADDING_ROWS * (room + 1 - count):
         assert padding.max() <= PADDING_ROWS
 
 
 @pytest.fixture(scope="module")
 def attention(folder: Path) -> ChunkGraphAttention:
     runner = start_pooled(folder, 30, 40, **SMALL)
-    num, positions = num_sequences(512, 30), torch.zeros(512, dtype=torch.int64)
+    [num], positions = nums_of_sequences(512, 30), torch.zeros(512, dtype=torch.int64)
     tables = torch.zeros((num, 32), dtype=torch.int32)
     return ChunkGraphAttention(runner.model, runner.pool, positions, tables, num)
 

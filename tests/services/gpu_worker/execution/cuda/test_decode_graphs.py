@@ -26,6 +26,7 @@ from blockyard.services.gpu_worker.execution.cuda.decode_graphs import (
     DecodeSettings,
     DecodeSize,
     DecodeSteps,
+    ForwardOutput,
     capture_order,
     num_mask_slots,
 )
@@ -166,12 +167,14 @@ def test_a_stream_that_outgrows_fused_decode(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(module, "FUSED_DECODE_MAX_LEN", 8)
     runner = start(tmp_path, device="cuda")
     replayed: list[tuple[bool, bool]] = []
-    forward = runner.loop.steps.decodes.forward
-    monkeypatch.setattr(
-        runner.loop.steps.decodes,
-        "forward",
-        lambda size: replayed.append((size.short_context, size in runner.loop.steps.decodes._graphs)) or forward(size),
-    )
+    decodes = runner.loop.steps.decodes
+    forward = decodes.forward
+
+    def recorded(size: DecodeSize, *, is_eager: bool = False) -> ForwardOutput:
+        replayed.append((size.short_context, size in decodes._graphs))
+        return forward(size, is_eager=is_eager)
+
+    monkeypatch.setattr(decodes, "forward", recorded)
     assert alone(runner) == want
     assert replayed[:7] == [(True, True)] * 3 + [(False, True)] * 4
     assert set(replayed[7:]) <= {(False, True)}, "a plan may be in flight when the stream ends"

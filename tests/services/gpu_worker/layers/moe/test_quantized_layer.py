@@ -12,7 +12,12 @@ from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.gates import Gate, gated
 from blockyard.kernels.moe.routing import Routing
 from blockyard.services.gpu_worker.execution.ranks.expert_moves import agree_on_numbers
-from blockyard.services.gpu_worker.layers.moe.expert_configs import QUANTIZED_SKINNY, batch_invariant, candidates
+from blockyard.services.gpu_worker.layers.moe.expert_configs import (
+    QUANTIZED_SKINNY,
+    ROUNDING_SKINNY,
+    batch_invariant,
+    candidates,
+)
 from blockyard.services.gpu_worker.layers.moe.expert_places import ExpertPlaces
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertWeights
 from blockyard.services.gpu_worker.layers.moe.routed_experts import HostExperts
@@ -172,13 +177,13 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
 
 
-@pytest.mark.parametrize("form", [W4A16(32), Fp8W8A8()], ids=["w4", "fp8"])
-def test_norms_are_fused_where_inputs_are_not_rounded(form: KeptForm) -> None:
+@pytest.mark.parametrize("form", [W4A16(32), Fp8W8A8(), Fp8W8A8(32), Fp8W8A8(48)], ids=["w4", "fp8", "g32", "g48"])
+def test_norms_are_fused_where_kernels_round_inputs(form: KeptForm) -> None:
     from blockyard.services.gpu_worker.layers.moe.grouped_experts import GroupedExperts
 
     weights = make_layer(form)
     layer = GroupedExperts(weights, ROUTING, Gate.SILU, False)
-    assert layer.fuses_norm(1) == isinstance(form, W4A16) and not layer.fuses_norm(64)
+    assert layer.fuses_norm(1) == (form != Fp8W8A8(48)) and not layer.fuses_norm(64)
     if not layer.fuses_norm(1):
         return
     norm = RMSNorm(torch.rand(HIDDEN, device=DEVICE).to(DTYPE), 0.1)
@@ -196,7 +201,8 @@ def test_forms_have_configs_of_their_own() -> None:
     shapes = [GroupedExperts(make_layer(form), ROUTING, Gate.SILU, False).shape for form in FORMS]
     assert len({shape.form for shape in shapes}) == len(FORMS) - 4  # static scales and bounds change no kernel's time
     for shape in shapes:
-        assert candidates(shape, 1)[: len(QUANTIZED_SKINNY)] == QUANTIZED_SKINNY
+        few = ROUNDING_SKINNY if "inputs" in shape.form else QUANTIZED_SKINNY
+        assert candidates(shape, 1)[: len(few)] == few
         for rows in (1, 8, 64, 2048):
             assert {config.kernel for config in candidates(shape, rows)} <= {"skinny", "grouped"}
         assert batch_invariant(shape).kernel == "grouped"

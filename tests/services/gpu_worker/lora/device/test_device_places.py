@@ -107,8 +107,11 @@ def test_a_place_holds_the_largest_adapter_and_an_adapter_its_own_bytes(folders:
     linears, shares = runner.model.linears(), layer_shares(runner.model)
     places = DevicePlaces(runner.model, 2, LIMITS, KERNELS, torch.device("cpu"), SameMemory())
     adapter = read_adapter(folders[1], ModelTargets(runner.model), EXACT)
-    held = finished(places.prepare(adapter))
-    assert adapter.size_bytes <= held.size_bytes < adapter.size_bytes * 1.05, "nothing is padded to the largest rank"
+    own_bytes, num_layers = adapter.size_bytes, len(adapter.deltas)
+    pieces = places.prepare(adapter)
+    assert all(next(pieces) for _ in range(2 * num_layers)) and not adapter.deltas, "counted and packed layer by layer"
+    held = finished(pieces)
+    assert own_bytes <= held.size_bytes < own_bytes * 1.05, "nothing is padded to the largest rank"
     counts = [*largest_counts(linears, shares, LIMITS), *TokenSizes(runner.model, LIMITS).counts(LIMITS)]
     assert places.size_bytes == 2 * 4 * sum(map(aligned, counts))
     small = AdapterLimits(dtype=torch.float32, max_rank=16, target_modules=("q_proj",))
@@ -167,6 +170,7 @@ def test_an_adapter_is_packed_in_chunks_and_copied_beside_the_steps(
     model, limits = runner.model, replace(LIMITS, target_modules=("q_proj", "v_proj", "down_proj"))
     places = DevicePlaces(model, 2, limits, KERNELS, torch.device("cpu"), link)  # type: ignore[arg-type]
     adapter = read_adapter(folders[1], ModelTargets(model), EXACT)
+    given = dict(adapter.deltas)
     held = finished(places.prepare(adapter))
     assert held.packed is not None and held.packed.num_pages > 2
     assert max(link.sizes) <= max(4000, held.packed.offsets.nbytes) and not held.deltas
@@ -175,7 +179,7 @@ def test_an_adapter_is_packed_in_chunks_and_copied_beside_the_steps(
     assert link.log == ["copy", "copied", "record", "hold"]
     memory, entry, numbers = places._memory, 0, 0
     for layer, share in enumerate(places._shares):
-        for delta in adapter.deltas.get(layer, ()):
+        for delta in given.get(layer, ()):
             at = entry + share.starts.index(delta.start)
             for i, matrix in enumerate((delta.a, delta.b)):
                 assert matrix is not None

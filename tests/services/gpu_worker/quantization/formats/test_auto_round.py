@@ -1,18 +1,46 @@
 """Files of AutoRound: which matrices have which settings. Their packings are those of GPTQ and AWQ."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from auto_round_files import write_auto_round
-from quantized_checkpoint import check_logits
+from packed_words import pack_words
+from quantized_checkpoint import Checkpoints, Sample, check_logits, is_projection, write
+from torch import Tensor
 
 from blockyard.services.gpu_worker.quantization.formats.auto_round import AutoRoundScheme
 from blockyard.services.gpu_worker.quantization.kept.w4a16 import W4A16
 from blockyard.services.gpu_worker.quantization.kept.w8a16 import W8A16
 from blockyard.services.gpu_worker.quantization.scheme import Matrix
 from blockyard.shared.errors import ConfigError
+
+
+def write_auto_round(folder: Path, packing: Mapping[str, str]) -> Checkpoints:
+    """packing: fields of quantization_config."""
+    packing_format = packing.get("packing_format", "auto_round:auto_gptq")
+    less = int(packing_format == "auto_round:auto_gptq")
+
+    def store(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
+        if not is_projection(name) or name.endswith("k_proj"):
+            return None
+        outputs, inputs = weight.shape
+        codes, zeros = torch.randint(0, 16, (outputs, inputs)), torch.randint(1, 16, (outputs, inputs // 32))
+        scales = (torch.rand(zeros.shape) * 0.03).half()
+        numbers = (codes - zeros.repeat_interleave(32, 1)) * scales.float().repeat_interleave(32, 1)
+        if "awq" in packing_format:
+            turn = [0, 2, 4, 6, 1, 3, 5, 7]
+            words = [pack_words(one.t().unflatten(1, (-1, 8))[..., turn].flatten(1), 4) for one in (codes, zeros)]
+        else:
+            words = [pack_words(codes, 4).t(), pack_words(zeros.t() - less, 4)]
+        own = {"qweight": words[0], "qzeros": words[1], "scales": scales.t()}
+        return {f"{name}.{key}": value for key, value in own.items()}, numbers
+
+    rules = {f"model.layers.{i}.self_attn.k_proj": {"bits": 16, "data_type": "fp"} for i in range(3)}
+    said = {"quant_method": "intel/auto-round", "bits": 4, "group_size": 32, "sym": False, "extra_config": rules}
+    return write(folder, "llama", store, {"config.json": {"quantization_config": said | packing}})
+
 
 Q, UP = "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.up_proj"
 
@@ -21,6 +49,9 @@ def find_form(name: str, **said: Any) -> Any:
     scheme = AutoRoundScheme({"quant_method": "auto-round", "bits": 4, "group_size": 32, **said}, torch.float32)
     found = scheme.stored(Matrix(name=name, outputs=64, inputs=64))
     return None if found is None else found.form
+
+
+SAMPLES = {"auto-round": Sample(lambda folder: write_auto_round(folder, {}))}
 
 
 def test_settings_of_matrices() -> None:

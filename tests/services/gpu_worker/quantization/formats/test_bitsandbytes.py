@@ -1,6 +1,7 @@
 """Checkpoints of bitsandbytes, made by the package itself, against what it dequantizes."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bitsandbytes import functional
-from bitsandbytes_files import Stored, config_of, quantize, write_bnb
-from quantized_checkpoint import check_dummy_weights, check_lack, check_logits, is_projection, logits, write
+from quantized_checkpoint import (
+    Checkpoints,
+    Sample,
+    check_dummy_weights,
+    check_lack,
+    check_logits,
+    is_projection,
+    logits,
+    write,
+)
 from safetensors.torch import load_file, save_file
 from tiny_models import BY_NAME, start
 from torch import Tensor
@@ -18,9 +27,60 @@ from blockyard.services.gpu_worker.quantization.formats import bitsandbytes
 from blockyard.services.gpu_worker.quantization.kept.form import KeptLinear
 from blockyard.services.gpu_worker.quantization.kept.table4_a16 import NF4, Table4A16
 from blockyard.shared.errors import ConfigError, LoadError
-from blockyard.shared.quantization import NAMES
+from blockyard.shared.quantization.table import NAMES
+
+Stored = tuple[dict[str, Tensor], Tensor]
+
+
+def quantize(kind: str, is_nested: bool, storage: torch.dtype, weight: Tensor, blocksize: int = 64) -> Stored:
+    """The tensors of a matrix by the last parts of their names, and the package's numbers.
+
+    The package is given one block a row, because its product of the CPU takes blocks to begin anew at each row.
+    """
+    packed, state = functional.quantize_4bit(
+        weight.reshape(-1, blocksize),
+        blocksize=blocksize,
+        compress_statistics=is_nested,
+        quant_type=kind,
+        quant_storage=storage,
+    )
+    numbers = functional.dequantize_4bit(packed, state).float().view(weight.shape)
+    state.shape = weight.shape
+    return {"weight": packed} | {f"weight.{key}": value for key, value in state.as_dict(packed=True).items()}, numbers
+
+
+def quantize_8_bits(weight: Tensor) -> Stored:
+    codes, scales, _ = functional.int8_vectorwise_quant(weight.half())
+    order = torch.tensor(0, dtype=torch.uint8)
+    return {"weight": codes, "SCB": scales, "weight_format": order}, codes.float() * scales[:, None] / 127
+
+
+def store(how: partial[Stored], routers: bool, name: str, weight: Tensor) -> Stored | None:
+    if not is_projection(name) and not (routers and name.endswith(".gate")):
+        return None
+    tensors, numbers = how(weight)
+    return {f"{name}.{key}": value for key, value in tensors.items()}, numbers
+
+
+def config_of(kind: str, **fields: Any) -> dict[str, Any]:
+    bits = {"load_in_8bit": True} if kind == "int8" else {"load_in_4bit": True, "bnb_4bit_quant_type": kind}
+    return {"quantization_config": {"quant_method": "bitsandbytes", **bits, **fields}}
+
+
+def write_bnb(
+    folder: Path, model: str, kind: str, nested: bool = False, routers: bool = False, **how: Any
+) -> Checkpoints:
+    storage = how.pop("storage", "uint8")
+    make: Any = partial(quantize, kind, nested, getattr(torch, storage), **how)
+    make = quantize_8_bits if kind == "int8" else make
+    said = config_of(kind, bnb_4bit_use_double_quant=nested, bnb_4bit_quant_storage=storage)
+    return write(folder, model, partial(store, make, routers), {"config.json": said})
+
 
 MODELS = ("llama", "mixtral", "qwen3-moe", "deepseek-v3")
+
+
+SAMPLES = {"bitsandbytes": Sample(lambda folder: write_bnb(folder, "llama", "nf4"))}
 
 
 @pytest.mark.parametrize("model", MODELS)

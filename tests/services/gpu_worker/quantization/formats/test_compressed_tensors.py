@@ -26,7 +26,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from compressed_tensors.transform import TransformArgs, TransformConfig, TransformScheme
-from quantized_checkpoint import check_logits, is_projection, logits, write
+from quantized_checkpoint import Sample, check_logits, is_projection, logits, write
 from safetensors.torch import load_file, save_file
 from tiny_models import start
 from torch import Tensor, nn
@@ -68,6 +68,10 @@ WEIGHT_ONLY = {
     "mxfp4": (MXFP4, FP4 | {"group_size": 32, "scale_dtype": torch.uint8}, "Table4A16"),
     "mxfp8": (MXFP8, FP8 | {"group_size": 32, "scale_dtype": torch.uint8}, "W8A16"),
 }
+
+
+WORDS = scheme({"num_bits": 4, "group_size": 32})
+SAMPLES = {"compressed-tensors": Sample(lambda folder: write_packed(folder, "llama", PACK, WORDS))}
 
 
 @pytest.mark.parametrize(

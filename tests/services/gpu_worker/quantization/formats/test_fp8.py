@@ -16,9 +16,10 @@ from fp8_files import (
     round_statically,
     rounded,
     store,
+    write_deepspeed,
     write_fp8,
 )
-from quantized_checkpoint import check_dummy_weights, check_lack, check_logits, is_projection, logits, write
+from quantized_checkpoint import Sample, check_dummy_weights, check_lack, check_logits, is_projection, logits, write
 from safetensors.torch import load_file, save_file
 from tiny_models import BY_NAME, start
 from torch import Tensor
@@ -39,6 +40,13 @@ from blockyard.shared.errors import ConfigError, LoadError
 
 CPU = torch.device("cpu")
 MODELS = ("llama", "mixtral", "qwen3-moe", "deepseek-v3")
+
+
+SAMPLES = {
+    "deepspeedfp": Sample(write_deepspeed, round_rows),
+    "fbgemm_fp8": Sample(lambda folder: write_fp8(folder, "llama", "row", method="fbgemm_fp8"), round_rows),
+    "fp8": Sample(lambda folder: write_fp8(folder, "llama", "row"), round_rows),
+}
 
 
 @pytest.mark.parametrize("model", MODELS)

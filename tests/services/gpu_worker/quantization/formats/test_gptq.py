@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from gptq_files import Layout, named, write_gptq
 from packed_words import in_marlin_order
-from quantized_checkpoint import Checkpoints, check_logits, logits
+from quantized_checkpoint import EVEN, Checkpoints, Sample, Stored, check_logits, logits, write_projections
 from safetensors.torch import load_file, save_file
 from tiny_models import BY_NAME, settings, start
 from torch import Tensor
@@ -27,13 +27,28 @@ from blockyard.services.gpu_worker.quantization.kept import form
 from blockyard.services.gpu_worker.quantization.kept.form import KeptLinear
 from blockyard.services.gpu_worker.quantization.quantized_format import CutLinear
 from blockyard.shared.errors import ConfigError, LoadError
-from blockyard.shared.quantization_settings.files import read_quantization
+from blockyard.shared.quantization.files import read_quantization
 
 CPU = torch.device("cpu")
 
 
 def forms(runner: Any) -> set[str]:
     return {linear.method.form for linear in runner.model.linears()}
+
+
+def write_marlin(folder: Path) -> Checkpoints:
+    def draw(outputs: int, inputs: int) -> Stored:
+        codes, scales = torch.randint(0, 16, (inputs, outputs)), (torch.rand(inputs // 32, outputs) * 0.03).half()
+        words, ordered = in_marlin_order(codes, scales)
+        return {"B": words, "s": ordered}, ((codes - 8) * scales.float().repeat_interleave(32, 0)).t()
+
+    return write_projections(folder, EVEN, {"quant_method": "marlin", "bits": 4, "group_size": 32}, draw)
+
+
+SAMPLES = {
+    "gptq": Sample(lambda folder: write_gptq(folder, "llama", Layout(sym=False))),
+    "marlin": Sample(write_marlin),
+}
 
 
 @pytest.mark.parametrize("model", ["llama", "mixtral", "qwen3-moe", "deepseek-v3"])

@@ -18,7 +18,7 @@ from modelopt_files import (
     store,
     write_modelopt,
 )
-from quantized_checkpoint import Checkpoints, check_lack, check_logits, replace_tensors, write
+from quantized_checkpoint import Checkpoints, Sample, check_lack, check_logits, replace_tensors, write
 from safetensors.torch import load_file, save_file
 from tiny_models import start
 
@@ -26,8 +26,8 @@ from blockyard.services.gpu_worker.kv.scales import place_scales
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.quantization.formats import modelopt
 from blockyard.shared.errors import ConfigError, LoadError
-from blockyard.shared.quantization import has_fp8_kv
-from blockyard.shared.quantization_settings.files import read_quantization
+from blockyard.shared.quantization.files import read_quantization
+from blockyard.shared.quantization.method import has_fp8_kv
 
 MODELS = ("llama", "mixtral", "qwen3-moe", "deepseek-v3")
 
@@ -36,6 +36,11 @@ def check(made: Checkpoints, rounds_inputs: bool = False, **fields: Any) -> Any:
     said = json.dumps({"quantization_config": read_quantization(made.packed, {}).said})
     add_settings(made, said)
     return check_logits(made, round_statically if rounds_inputs else None, **fields)
+
+
+SAMPLES = {
+    "modelopt": Sample(lambda folder: write_modelopt(folder, "llama", {"": "NVFP4"}, exclude_modules=["lm_head"]))
+}
 
 
 def test_files_with_scales_of_the_kv_cache_alone(tmp_path: Path) -> None:

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from mxfp4_files import QUANTIZATION, write_mxfp4
 from plan_driver import Driver
-from quantized_checkpoint import Checkpoints, check_logits
+from quantized_checkpoint import Checkpoints, Sample, check_logits
 from safetensors.torch import load_file, save_file
-from tiny_models import start
+from tiny_models import BY_NAME, start
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.layers.moe.expert_weights import stacked_experts
@@ -21,6 +21,33 @@ from blockyard.services.gpu_worker.quantization.formats import mxfp4
 from blockyard.services.gpu_worker.quantization.kept.table4_a16 import CODES, SCALES
 from blockyard.shared.errors import ConfigError, LoadError
 from blockyard.shared.messages import Sampling
+
+QUANTIZATION = {"quantization_config": {"quant_method": "mxfp4"}}
+
+
+def write_mxfp4(folder: Path) -> Checkpoints:
+    """A tiny checkpoint in bfloat16, and the same model with its experts in mxfp4."""
+    made = Checkpoints(folder / "plain", folder / "packed")
+    BY_NAME["gpt-oss"].save(made.plain)
+    config = json.loads((made.plain / "config.json").read_text())
+    files = list(made.plain.glob("*.safetensors"))
+    tensors = {key: value for file in files for key, value in load_file(file).items()}
+    for file in [*files, *made.plain.glob("*.index.json")]:
+        file.unlink()
+    torch.manual_seed(4)
+    packed = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, size, out = packed.pop(name).shape
+        blocks = torch.randint(256, (experts, out, size // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(121, 126, (experts, out, size // 32), dtype=torch.uint8)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+    made.packed.mkdir()
+    save_file(tensors, made.plain / "model.safetensors")
+    save_file(packed, made.packed / "model.safetensors")
+    (made.packed / "config.json").write_text(json.dumps(config | QUANTIZATION))
+    return made
+
 
 NULLED = '{"quantization_config": null}'
 
@@ -36,6 +63,9 @@ def numbers(blocks: Tensor, scales: Tensor) -> Tensor:
     """What a matrix with these bytes is multiplied as, float32."""
     kept = {CODES: blocks.flatten(-2), SCALES: scales.view(torch.float8_e8m0fnu)}
     return mxfp4.FORM.dequantize(kept, 2 * blocks[0].numel(), torch.float32)
+
+
+SAMPLES = {"mxfp4": Sample(write_mxfp4)}
 
 
 def test_every_code_and_scale() -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_checkpoint import check_logits
+from kept_forms import round_to_int8, write_int8
+from quantized_checkpoint import Sample, check_logits
 from quark_files import E4M3, FP8, INT8, MXFP4, round_inputs, write_quark
 
 from blockyard.services.gpu_worker.quantization.formats.quark import QuarkScheme
@@ -19,6 +20,9 @@ CASES = {
     "int8, weights alone": (INT8 | {"qscheme": "per_channel"}, None, None),
     "mxfp4": (MXFP4, MXFP4 | {"is_dynamic": True}, None),
 }
+
+
+SAMPLES = {"quark": Sample(write_int8, round_to_int8)}
 
 
 @pytest.mark.parametrize("kind", CASES)

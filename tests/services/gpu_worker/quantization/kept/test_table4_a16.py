@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
+from kept_checks import check_experts, check_numbers
 from torch import Tensor
 
-from blockyard.services.gpu_worker.quantization.kept.form import KeptExperts, KeptLinear, kinds
+from blockyard.services.gpu_worker.quantization.kept.form import kinds
 from blockyard.services.gpu_worker.quantization.kept.table4_a16 import E2M1, FP4, NF4, Table4A16, to_table
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
@@ -41,21 +41,12 @@ def test_every_number(form: Table4A16, inputs: int) -> None:
             number = form.table[byte >> 4 if column % 2 else byte & 15]
             of_row = float(kept["row_scales"][row]) if form.row_scales else 1.0
             want[row, column] = number * float(kept["scales"].float()[row, column // form.group]) * of_row
-    torch.testing.assert_close(form.dequantize(kept, inputs, torch.float32), want)
-    x, bias = torch.randn(3, inputs), torch.randn(5)
-    linear = KeptLinear(form, kept, (inputs, 5), torch.float32, bias)
-    torch.testing.assert_close(linear.apply(x), F.linear(x, want, bias))
-    linear.prepare()
-    torch.testing.assert_close(linear.apply(x), F.linear(x, want, bias))
+    check_numbers(form, kept, want)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_experts(form: Table4A16) -> None:
-    kept = draw(form, (3,), 6, 66)
-    experts = KeptExperts(form, kept, (66, 6), torch.float32)
-    for expert in range(3):
-        own = {name: value[expert] for name, value in kept.items()}
-        torch.testing.assert_close(experts.linear(expert).dequantized(), form.dequantize(own, 66, torch.float32))
+    check_experts(form, draw(form, (3,), 6, 66), inputs=66, outputs=6)
 
 
 @pytest.mark.parametrize("form", FORMS)

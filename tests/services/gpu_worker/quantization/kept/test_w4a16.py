@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
+from kept_checks import check_experts, check_numbers
 from torch import Tensor
 
-from blockyard.services.gpu_worker.quantization.kept.form import KeptExperts, KeptLinear, kinds
+from blockyard.services.gpu_worker.quantization.kept.form import KeptLinear, kinds
 from blockyard.services.gpu_worker.quantization.kept.w4a16 import W4A16, pack, unpack
 from blockyard.services.gpu_worker.quantization.kept.w8a16 import W8A16
 
@@ -56,21 +56,12 @@ def test_every_number(form: W4A16, inputs: int) -> None:
         for column in range(inputs):
             of_input, value = number(form, kept, row, column, inputs)
             want[row, of_input] = value
-    torch.testing.assert_close(form.dequantize(kept, inputs, torch.float32), want)
-    x, bias = torch.randn(3, inputs), torch.randn(5)
-    linear = KeptLinear(form, kept, (inputs, 5), torch.float32, bias)
-    torch.testing.assert_close(linear.apply(x), F.linear(x, want, bias))
-    linear.prepare()
-    torch.testing.assert_close(linear.apply(x), F.linear(x, want, bias))
+    check_numbers(form, kept, want)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_experts(form: W4A16) -> None:
-    kept = draw(form, (3,), 6, 66)
-    experts = KeptExperts(form, kept, (66, 6), torch.float32)
-    for expert in range(3):
-        own = {name: value[expert] for name, value in kept.items()}
-        torch.testing.assert_close(experts.linear(expert).dequantized(), form.dequantize(own, 66, torch.float32))
+    check_experts(form, draw(form, (3,), 6, 66), inputs=66, outputs=6)
 
 
 @pytest.mark.parametrize("form", FORMS)
