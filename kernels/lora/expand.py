@@ -30,7 +30,8 @@ def sum_splits(
     h_ptr, rows, ranks, rank, splits, h_row, num_rows,
     SPLITS: tl.constexpr, ALL_SPLITS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """h [ROWS, RANKS], added up over its splits. ALL_SPLITS: there are SPLITS, otherwise SPLITS at most."""
+    """h [ROWS, RANKS], added up over its splits; behind the rank are any numbers. ALL_SPLITS: there are SPLITS,
+    otherwise SPLITS at most."""
     at = h_ptr + rows[:, None].to(tl.int64) * h_row + ranks[None, :]
     h = tl.zeros([rows.shape[0], ranks.shape[0]], tl.float32)
     h_split, padded = tl.cast(num_rows, tl.int64) * h_row, tl.cdiv(rank, ALIGNED) * ALIGNED
@@ -40,7 +41,7 @@ def sum_splits(
             inside = (rows[:, None] < num_rows) & (ranks < tl.where(splits > split, padded, 0))[None, :]
         h += tl.load(at, mask=inside, other=0.0)
         at += h_split
-    return tl.where((ranks < rank)[None, :], h, 0.0)
+    return h
 
 
 @triton.jit
@@ -78,7 +79,7 @@ def load_h(
     h = sum_splits(h_ptr, rows, ranks, rank, splits, h_row, num_rows, SPLITS, ALL_SPLITS, ALIGNED)
     if NORM:
         h *= inverse_lengths(squares_ptr, rows, inputs, eps, splits, tl.where(rank > 0, num_rows, 0), num_rows)[:, None]
-    return h
+    return tl.where((ranks < rank)[None, :], h, 0.0)
 
 
 @triton.jit
