@@ -1,9 +1,9 @@
 """The second product of adapters, of tiles of rows with B, added to a layer's outputs: one kernel for all its parts.
 `add_adapters` launches it.
 
-An item of work is a tile of rows and OUTPUTS outputs of a part. A program takes items in a row: of those of one tile
-and part it reads the table and adds up h over its splits once, and multiplies one while it loads the next ones. It
-loads B of its first item before it waits for the kernel before.
+An item of work is a tile of rows and OUTPUTS outputs of a part; a slab has the items of one tile and part. A program
+takes items in a row. Of those of a slab it reads the table and adds up h over its splits once, and multiplies one while
+it loads the next ones. It loads B of its first item before it waits for the kernel before.
 """
 
 import triton
@@ -195,17 +195,39 @@ def add_rows(
 
 
 @triton.jit
-def locate(item, last, parts, tiles_of_part, starts_ptr, sizes_ptr, OUTPUTS: tl.constexpr, ALIGNED: tl.constexpr):
-    """The tile and the part of an item, how many of the next items up to `last` are of the same, their first output and
-    the end of their outputs in the part, and where the part begins. ALIGNED divides the beginning and size of parts."""
-    column = item % (parts * tiles_of_part)
-    part, begin = column // tiles_of_part, column % tiles_of_part
-    count = tl.minimum(last - item, tiles_of_part - begin)
-    exists = item < last
+def locate(
+    slab, first, last, parts, tiles_of_part, starts_ptr, sizes_ptr, OUTPUTS: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """The tile and the part of a slab, the first output and the end of its items from `first` to `last`, where the part
+    begins, and whether there is such a slab. ALIGNED divides the beginning and size of parts."""
+    part, items = slab % parts, slab * tiles_of_part
+    exists = items < last
     start = tl.multiple_of(tl.load(starts_ptr + part, mask=exists, other=0), ALIGNED)
     size = tl.multiple_of(tl.load(sizes_ptr + part, mask=exists, other=0), ALIGNED)
-    end = tl.minimum((begin + count) * OUTPUTS, size)
-    return item // (parts * tiles_of_part), part, count, begin * OUTPUTS, end, start
+    end = tl.minimum(tl.minimum(last - items, tiles_of_part) * OUTPUTS, size)
+    return slab // parts, part, tl.maximum(first - items, 0) * OUTPUTS, end, start, exists
+
+
+@triton.jit
+def load_slab(
+    slab, first, last, rows_ptr, owners_ptr, arena_ptr, offsets_ptr, ranks_ptr, starts_ptr, sizes_ptr, num_rows, parts,
+    tiles_of_part, place_stride,
+    OFFSETS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    RANKS: tl.constexpr, WIDE: tl.constexpr, OUTPUTS_ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """All of a slab that no kernel of the step's layers writes; behind the last one nothing is there.
+
+    Its part, outputs and rows, what the table says of the adapter, and the first of B.
+    """
+    tile, part, begin, end, start, exists = locate(
+        slab, first, last, parts, tiles_of_part, starts_ptr, sizes_ptr, OUTPUTS, OUTPUTS_ALIGNED
+    )
+    place, rows = load_tile(rows_ptr, owners_ptr, tile, exists, num_rows, TILE, ROWS)
+    rank, b_ptr, bias_at = load_entry(
+        arena_ptr, offsets_ptr, ranks_ptr, place * place_stride + part, place >= 0, OFFSETS, ALIGNED
+    )
+    b = load_b(b_ptr, begin + tl.arange(0, OUTPUTS), end, tl.arange(0, RANKS), rank, WIDE)
+    return part, begin, end, start, rows, rank, b_ptr, bias_at, b
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tiles", "splits"])
@@ -222,14 +244,15 @@ def expand_kernel(
         gdc_launch_dependents()
         if not EARLY:
             gdc_wait()
-    item, last = own_items(owners_ptr, num_tiles, parts * tiles_of_part)
+    first, last = own_items(owners_ptr, num_tiles, parts * tiles_of_part)
     h_row, cols, ranks = parts * padded_rank, tl.arange(0, OUTPUTS), tl.arange(0, RANKS)
-    tile, part, count, begin, end, start = locate(
-        item, last, parts, tiles_of_part, starts_ptr, sizes_ptr, OUTPUTS, OUTPUTS_ALIGNED
-    )
-    owner, rows = load_tile(rows_ptr, owners_ptr, tile, item < last, num_rows, TILE, ROWS)
+    slab, slabs = first // tiles_of_part, tl.cdiv(last, tiles_of_part)
     if EXPERTS:
-        while item < last:
+        for own_slab in tl.range(slab, slabs, num_stages=1):
+            tile, part, begin, end, start, exists = locate(
+                own_slab, first, last, parts, tiles_of_part, starts_ptr, sizes_ptr, OUTPUTS, OUTPUTS_ALIGNED
+            )
+            owner, rows = load_tile(rows_ptr, owners_ptr, tile, exists, num_rows, TILE, ROWS)
             places = tl.load(places_ptr + rows // rows_of_place, mask=rows < num_rows, other=-1)
             place = tl.max(places, 0).to(tl.int64)
             while place >= 0:
@@ -246,30 +269,22 @@ def expand_kernel(
                 )  # fmt: skip
                 places = tl.where(places == place, -1, places)
                 place = tl.max(places, 0).to(tl.int64)
-            item += count
-            tile, part, count, begin, end, start = locate(
-                item, last, parts, tiles_of_part, starts_ptr, sizes_ptr, OUTPUTS, OUTPUTS_ALIGNED
-            )
-            owner, rows = load_tile(rows_ptr, owners_ptr, tile, item < last, num_rows, TILE, ROWS)
     else:
-        rank, b_ptr, bias_at = load_entry(
-            arena_ptr, offsets_ptr, ranks_ptr, owner * place_stride + part, owner >= 0, OFFSETS, ALIGNED
-        )
-        b = load_b(b_ptr, begin + cols, end, ranks, rank, WIDE)
+        part, begin, end, start, rows, rank, b_ptr, bias_at, b = load_slab(
+            slab, first, last, rows_ptr, owners_ptr, arena_ptr, offsets_ptr, ranks_ptr, starts_ptr, sizes_ptr, num_rows,
+            parts, tiles_of_part, place_stride,
+            OFFSETS, ALIGNED, TILE, ROWS, OUTPUTS, RANKS, WIDE, OUTPUTS_ALIGNED,
+        )  # fmt: skip
         if PDL and EARLY:
-            wait_for_work(item < last)
-        while item < last:
+            wait_for_work(first < last)
+        for following in tl.range(slab + 1, slabs + 1, num_stages=1):
             add_rows(
                 h_ptr + part * padded_rank, squares_ptr, out_ptr, arena_ptr, weights_ptr, rows, b, rank, b_ptr, bias_at,
                 begin, end, start, splits, h_row, num_rows, out_stride, inputs, eps,
                 ALIGNED, SPLITS, ALL_SPLITS, RANKS, OUTPUTS, WIDE, WEIGHTS, NORM, MANY, STAGES,
             )  # fmt: skip
-            item += count
-            tile, part, count, begin, end, start = locate(
-                item, last, parts, tiles_of_part, starts_ptr, sizes_ptr, OUTPUTS, OUTPUTS_ALIGNED
-            )
-            owner, rows = load_tile(rows_ptr, owners_ptr, tile, item < last, num_rows, TILE, ROWS)
-            rank, b_ptr, bias_at = load_entry(
-                arena_ptr, offsets_ptr, ranks_ptr, owner * place_stride + part, owner >= 0, OFFSETS, ALIGNED
-            )
-            b = load_b(b_ptr, begin + cols, end, ranks, rank, WIDE)
+            part, begin, end, start, rows, rank, b_ptr, bias_at, b = load_slab(
+                following, first, last, rows_ptr, owners_ptr, arena_ptr, offsets_ptr, ranks_ptr, starts_ptr, sizes_ptr,
+                num_rows, parts, tiles_of_part, place_stride,
+                OFFSETS, ALIGNED, TILE, ROWS, OUTPUTS, RANKS, WIDE, OUTPUTS_ALIGNED,
+            )  # fmt: skip
