@@ -56,8 +56,11 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_ops.TorchOps, "grouped_experts", lambda self, *arguments: GroupedExperts(*arguments))
 
 
-def choose_on_host(logits: Tensor, routing: Any, bias: Tensor | None, factors: Tensor | None) -> tuple[Tensor, Tensor]:
+def choose_on_host(
+    logits: Tensor, routing: Any, bias: Tensor | None, factors: Tensor | None, places: Tensor | None
+) -> tuple[Tensor, Tensor]:
     experts, weights = choose_experts(logits, routing, bias, factors)
+    experts = experts if places is None else places[experts]
     return experts.int().contiguous(), weights.float().contiguous()
 
 
