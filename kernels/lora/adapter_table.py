@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ class AdapterTiles:
     rows: Tensor  # [tiles * tile] int32
     owners: Tensor  # [tiles] int32
     tile: int
+    is_early: bool = True  # other kernels run between the one that writes them and the products that read them
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +64,9 @@ class AdapterTable:
         """Entries from one place to the next."""
         return self.ranks.stride(0)
 
-    def check(self, x: Tensor, places: Tensor, out: Tensor, experts: Tensor | None = None) -> None:
-        """Raises ValueError unless these are x [rows, in], places [rows] int32, out [rows, outputs] and no experts; or
-        x [rows or pairs, in], places [rows], experts [rows, any] int32 and out [pairs, outputs]."""
+    def check(self, x: Tensor, places: Tensor, experts: Tensor | None = None) -> None:
+        """Raises ValueError unless these are x [rows, in], places [rows] int32 and no experts; or x [rows or pairs,
+        in], places [rows] and experts [rows, any] int32."""
         check_tensor("places", places, places.shape[:1], torch.int32)
         pairs = len(places) if experts is None else experts.numel()
         if experts is not None:
@@ -73,14 +75,24 @@ class AdapterTable:
         self._check_entries("ranks", self.ranks, torch.int32)
         if self.own_ranks is not None:
             self._check_entries("own_ranks", self.own_ranks, torch.int32, 2)
-        is_alike = x.dim() == out.dim() == 2 and len(out) == pairs and len(x) in (len(places), pairs)
-        if not is_alike or x.stride(1) != 1 or out.stride(1) != 1:
-            raise ValueError(f"expected rows of x and out alike, got {list(x.shape)} and {list(out.shape)}")
+        if x.dim() != 2 or len(x) not in (len(places), pairs) or x.stride(1) != 1:
+            raise ValueError(f"expected x [{len(places)} or {pairs}, in], got {list(x.shape)} in steps of {x.stride()}")
 
     def _check_entries(self, name: str, found: Tensor, dtype: torch.dtype, *columns: int) -> None:
         shape, stride = (*self.ranks.shape, *columns), self.place_stride * (columns or (1,))[0]
         if found.shape != shape or found.dtype != dtype or (len(found) > 1 and found.stride(0) != stride):
             raise ValueError(f"{name}: expected {list(shape)} of {dtype}, got {list(found.shape)} of {found.dtype}")
+
+
+def start_adapters_reference(
+    x: Tensor, places: Tensor, table: AdapterTable, between: Between | None = None, **options: Any
+) -> Callable[[Tensor], None]:
+    """See `start_adapters`. Here all is done at the end."""
+
+    def add_to(out: Tensor) -> None:
+        add_adapters_reference(x, places, table, out, between, **options)
+
+    return add_to
 
 
 def add_adapters_reference(

@@ -1,6 +1,6 @@
-"""The rows of a step in tiles of one adapter each, on a GPU, and what kernels read of a tile.
+"""The rows of a step in tiles of one adapter each, on a GPU, and how programs of a kernel share the work on them.
 
-They are made once a step, for all layers.
+Tiles are made once a step, for all layers.
 """
 
 import triton
@@ -17,9 +17,9 @@ TILE, LARGE_TILE = 16, 64
 
 def rows_of_tile(rows: int, *, batch_invariant: bool) -> int:
     """How many rows a tile has at most in a step of so many."""
-    if rows <= FEW_ROWS:
-        return 1
-    return TILE if rows <= MANY_ROWS or batch_invariant else LARGE_TILE
+    if batch_invariant:
+        return TILE
+    return 1 if rows <= FEW_ROWS else TILE if rows <= MANY_ROWS else LARGE_TILE
 
 
 def tile_rows(places: Tensor, num_places: int, *, batch_invariant: bool = False) -> AdapterTiles:
@@ -38,21 +38,26 @@ def tile_rows(places: Tensor, num_places: int, *, batch_invariant: bool = False)
 
 
 @triton.jit
-def load_tile(rows_ptr, owners_ptr, tile, num_rows, TILE: tl.constexpr, ROWS: tl.constexpr):
-    """The owner of a tile, and its rows [ROWS], `num_rows` where it has none."""
-    index, owner = tl.arange(0, ROWS), tl.load(owners_ptr + tile).to(tl.int64)
-    if TILE == 1:
-        rows = tl.where(index == 0, tile, num_rows)
-    else:
-        rows = tl.load(rows_ptr + tile * TILE + index, mask=index < TILE, other=num_rows)
-    return owner, tl.where(owner < 0, num_rows, rows)
+def load_tile(rows_ptr, owners_ptr, tile, exists, num_rows, TILE: tl.constexpr, ROWS: tl.constexpr):
+    """The owner of a tile, below 0 for none, and its rows [ROWS], `num_rows` where it has none."""
+    index = tl.arange(0, ROWS)
+    owner = tl.load(owners_ptr + tile, mask=exists, other=-1).to(tl.int64)
+    rows = tl.load(rows_ptr + tile * TILE + index, mask=index < tl.where(exists, TILE, 0), other=num_rows)
+    return owner, rows
 
 
 @triton.jit
-def next_tile(tile, owner, num_tiles, TILE: tl.constexpr):
-    """The next tile of a program; behind a tile without rows there is none."""
-    following = tile + tl.num_programs(0)
-    return following if TILE == 1 else tl.where(owner < 0, num_tiles, following)
+def own_items(owners_ptr, num_tiles, items_of_tile):
+    """The items of this program, from the first to behind the last one: all programs share those of tiles with rows."""
+    CHUNK: tl.constexpr = 128
+    used = tl.zeros([CHUNK], tl.int32)
+    for begin in range(0, num_tiles, CHUNK):
+        tile = begin + tl.arange(0, CHUNK)
+        used += (tl.load(owners_ptr + tile, mask=tile < num_tiles, other=-1) >= 0).to(tl.int32)
+    items = tl.sum(used, 0) * items_of_tile
+    most = tl.cdiv(items, tl.num_programs(0))
+    first = tl.program_id(0) * most
+    return first, tl.minimum(first + most, items)
 
 
 @triton.jit

@@ -160,8 +160,11 @@ def _launch_tiles(model: Model, tile_rows: Callable[[Tensor], AdapterTiles], hid
     for rows in (*few, *range(MANY_ROWS + 1, min(most, FEW_PAIRS) + 1, LARGE_TILE), most):
         tile_rows(torch.zeros(rows, dtype=torch.int32, device=hidden.device))
     for rows in [one for one in (1, FEW_ROWS + 1, MANY_ROWS + 1) if one <= most]:
-        model.adapter_rows.begin(torch.zeros(rows, dtype=torch.int32, device=hidden.device))
+        places = torch.zeros(rows, dtype=torch.int32, device=hidden.device)
+        model.adapter_rows.begin(places)
         model.logits(hidden.new_zeros(rows, hidden.shape[1]))
+        with model.adapter_rows.meanwhile(places):  # as rows of prompts: products read no tiles before they wait
+            model.logits(hidden.new_zeros(rows, hidden.shape[1]))
 
 
 def _multiply_nothing(

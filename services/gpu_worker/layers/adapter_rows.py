@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -66,6 +67,8 @@ class AdapterRows:
         """Meanwhile other rows are computed: see `begin`."""
         before = self._places, self._groups, self._tiles
         self.begin(places)
+        if self._tiles is not None:  # the first kernel may be one of their products
+            self._tiles = replace(self._tiles, is_early=False)
         try:
             yield
         finally:

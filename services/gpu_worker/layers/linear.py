@@ -30,6 +30,7 @@ OF_SUMS = (Fusion.ADD, Fusion.GATED_ADD)
 Product = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
 RoundedProduct = Callable[[RoundedRows], Tensor]  # the same of rows that are rounded
 AppendColumns = Callable[[Tensor, Tensor], Tensor]  # [rows, out] and [rows, in] -> [rows, out and more]
+AddTo = Callable[[Tensor], Tensor]  # see `AdaptedRows.start`
 
 
 class FusedProduct(Protocol):
@@ -49,9 +50,12 @@ class AdaptedRows(Protocol):
     def is_active(self) -> bool:
         """Whether a row of this step has an adapter."""
 
-    def add_to(self, out: Tensor, x: Tensor) -> Tensor:
-        """Adds the products of x [rows, in] to out [rows, out], in place. Returns out; of a head, with further columns
-        behind it where adapters add tokens."""
+    def start(self, x: Tensor) -> AddTo:
+        """Begins the products of x [rows, in]; call it before the layer's own product, whose weights load meanwhile.
+
+        Returns what adds them to out [rows, out], in place, and returns out; of a head, with further columns behind it
+        where adapters add tokens.
+        """
 
     def fused(self, product: FusedProduct) -> FusedProduct | None:
         """Returns this product of the layer with what adapters add to it. None: they need the layer's own input."""
@@ -220,10 +224,11 @@ class Linear:
         return None if self.is_adapted else self.rounding
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = self._products.get(x.shape[0], self._default)(x)
+        product = self._products.get(x.shape[0], self._default)
         if self._adapted is None or not self._adapted.is_active:
-            return out if self._join is None else self._join(out)
-        out = self._adapted.add_to(out, x)
+            return product(x) if self._join is None else self._join(product(x))
+        add_to = self._adapted.start(x)
+        out = add_to(product(x))
         if self._join is not None:
             out = self._join(out)
         return out if self._append is None else self._append(out, x)

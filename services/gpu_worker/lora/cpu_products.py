@@ -3,12 +3,13 @@
 from collections.abc import Generator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.layers.adapter_rows import AdapterRows
-from blockyard.services.gpu_worker.layers.linear import FusedProduct, Linear
+from blockyard.services.gpu_worker.layers.linear import AddTo, FusedProduct, Linear
 from blockyard.services.gpu_worker.lora.cpu_head_products import CpuAdaptedHeads
 from blockyard.services.gpu_worker.lora.cpu_token_products import (
     CpuAdaptedEmbedding,
@@ -54,7 +55,11 @@ class CpuAdaptedRows:
     def fused(self, product: FusedProduct) -> None:
         """No kernel is fused on the CPU."""
 
-    def add_to(self, out: Tensor, x: Tensor) -> Tensor:
+    def start(self, x: Tensor) -> AddTo:
+        """Nothing runs beside the layer's own product, so all of it is done behind that."""
+        return partial(self._add, x)
+
+    def _add(self, x: Tensor, out: Tensor) -> Tensor:
         for place, rows in self._rows.groups():
             if (replaced := self._replaced.get(place)) is not None:
                 replace_logits(out, x, rows, replaced, batch_invariant=self.linear.is_batch_invariant)

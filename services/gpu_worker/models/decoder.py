@@ -110,8 +110,8 @@ class Decoder:
         for layer, rotation in zip(self._layers, rotations, strict=True):
             if layer is last and needed is not None and self._has_head:  # behind its attention no other row is read
                 heads, normed = layer.attend(residual, delta, rotation, backend.of_rows(needed))
+                self.adapter_rows.select(needed.rows)  # products read it early: other kernels have to run before them
                 residual = residual.index_select(0, needed.rows)
-                self.adapter_rows.select(needed.rows)
                 normed = None if normed is None else normed.index_select(0, needed.rows)
                 residual, delta = layer.finish(residual, (heads, normed))
             else:

@@ -11,7 +11,7 @@ import triton
 
 from blockyard.kernels.lora.adapt_embeddings import adapt_embeddings
 from blockyard.kernels.lora.adapter_tiles import tile_rows
-from blockyard.kernels.lora.add_adapters import add_adapters
+from blockyard.kernels.lora.add_adapters import start_adapters
 from blockyard.kernels.lora.add_to_heads import add_to_heads
 from blockyard.kernels.lora.replace_logits import replace_logits
 from blockyard.services.gpu_worker.arrays import Ints
@@ -183,7 +183,7 @@ class CudaBackend:
         return cache_path(torch.cuda.get_device_name(self.device), versions, folder, what="sums")
 
     def make_places(self, model: Model, num_places: int, limits: AdapterLimits) -> AdapterPlaces:
-        kernels = AdapterKernels(add_adapters, add_to_heads, adapt_embeddings, replace_logits, tile_rows)
+        kernels = AdapterKernels(start_adapters, add_to_heads, adapt_embeddings, replace_logits, tile_rows)
         return DevicePlaces(model, num_places, limits, kernels, self.device, self.link)
 
     def offload_notes(self, config: WorkerConfig) -> list[str]:

@@ -9,6 +9,7 @@ from adapter_tables import DEVICE, DTYPES, ERROR, in_places, make_table
 from compile_for_hopper import SHARED, shared_bytes
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.kernels.lora import add_adapters as file
 from blockyard.kernels.lora.adapter_table import AdapterTable, add_adapters_reference
 from blockyard.kernels.lora.adapter_tiles import tile_rows
 from blockyard.kernels.lora.add_adapters import add_adapters
@@ -60,6 +61,24 @@ def test_tiles_of_a_step(rows: int, dtype: torch.dtype) -> None:
     same = (chosen < 0) | (chosen == 1)
     assert torch.equal(out[same], before[same]), "rows without an adapter keep their bits"
     assert float((out.double() - want.double()).norm() / want.double().norm()) <= ERROR[dtype]
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize("rows", [30, 300])
+def test_programs_share_tiles(rows: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program has tiles of rows, splits of inputs and tiles of outputs in a row, some of them in several parts; ranks
+    up to 32 and more, of which some are no multiples of wide loads."""
+    for name in ("_PROGRAMS", "_SHRINK_PROGRAMS"):
+        monkeypatch.setattr(file, name, programs)
+    table = make_table([[16, 1], [0, 0], [3, 40], [136, 5]], [400, 16], 600, torch.float16, bias=True)
+    chosen = torch.tensor([(0, 2, -1, 3, 1)[row % 5] for row in range(rows)], dtype=torch.int32, device=DEVICE)
+    x, out = (torch.randn(rows, size, device=DEVICE).half() for size in (600, 416))
+    for norm in (None, RMSNorm(torch.rand(600, device=DEVICE) + 0.5, 1e-5)):
+        got, want = out.clone(), out.clone()
+        add_adapters(x, chosen, table, got, tiles=tile_rows(chosen, 4), norm=norm)
+        add_adapters_reference(x, chosen, table, want, norm=norm)
+        assert torch.equal(got[chosen < 0], out[chosen < 0])
+        assert float((got.double() - want.double()).norm() / want.double().norm()) <= ERROR[torch.float16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -165,8 +184,13 @@ def test_parts_of_several_gpus() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("of_pairs", [False, True])
 @pytest.mark.parametrize("places", [[1, -1, 0, 1], [-1], []], ids=str)
-def test_experts_are_as_a_place_each(places: list[int], dtype: torch.dtype, *, of_pairs: bool) -> None:
-    """Three experts, of which each row has two; x is of rows or of pairs, and results may have weights."""
+def test_experts_are_as_a_place_each(
+    places: list[int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, *, of_pairs: bool
+) -> None:
+    """Three experts, of which each row has two; x is of rows or of pairs, and results may have weights. Programs share
+    the tiles."""
+    for name in ("_PROGRAMS", "_SHRINK_PROGRAMS"):
+        monkeypatch.setattr(file, name, 2)
     ranks, top_k, inputs = [[3, 0], [0, 0], [18, 2], [1, 1], [5, 4], [0, 7]], 2, 70
     of_places = make_table(ranks, [20, 33], inputs, dtype, bias=True)
     table, rows = in_places(of_places, 3), len(places)
@@ -234,6 +258,6 @@ file.add_adapters(x, ints(64), table, out, experts=ints(64, 8), weights=weights)
 
 def test_sizes_of_an_8b_model_compile_for_an_h100(tmp_path: Path) -> None:
     found = shared_bytes(LAUNCHES, tmp_path)
-    names = {f"{name}_kernel" for name in ("shrink", "expand", "shrink_few", "expand_few", "map_experts")}
-    assert {name for name, _ in found} == names
+    by_row = {"shrink_row_kernel", "expand_row_kernel"}
+    assert {name for name, _ in found} == {"shrink_kernel", "expand_kernel", "map_experts_kernel", *by_row}
     assert max(size for _, size in found) <= SHARED // 2, "two programs fit a multiprocessor"

@@ -46,6 +46,11 @@ for ranks, sizes, inputs in (([[16, 8], [3, 40]], [64, 32], 264), ([[1, 0], [7, 
     check(replace(table, batch_invariant=True), few, AdapterTiles(few, few, 1), inputs)
     check(table, more, tiled(torch.where(more < 0, 2, more)[:, None].int(), 2), inputs)
 """
+OF_SLABS = """
+file._PROGRAMS = file._SHRINK_PROGRAMS = 2
+table = make_table([[16, 8], [3, 136]], [656, 32], 600, torch.bfloat16)
+check(table, more, tiled(torch.where(more < 0, 2, more)[:, None].int(), 2), 600)
+"""
 OF_EXPERTS = """
 table = in_places(make_table([[16], [8], [3], [0]], [40], 96, torch.bfloat16, bias=True), 2)
 table = replace(table, offsets=table.offsets.contiguous(), ranks=table.ranks.contiguous())
@@ -57,6 +62,11 @@ check(table, more, tiled(experts, 2), 96, experts=experts, weights=torch.rand(7,
 def test_rows_of_layers(tmp_path: Path) -> None:
     """Few and more rows, normalised or gated, with widths that are multiples of wide loads and that are not."""
     assert len(shared_bytes(BEGIN + OF_LAYERS, tmp_path)) == 2 * 4 * 2
+
+
+def test_programs_share_tiles(tmp_path: Path) -> None:
+    """Each has several tiles of outputs in a row, which it loads by asynchronous copies."""
+    assert len(shared_bytes(BEGIN + OF_SLABS, tmp_path)) == 2
 
 
 def test_pairs_of_experts(tmp_path: Path) -> None:

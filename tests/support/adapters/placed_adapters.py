@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from blockyard.kernels.lora.adapter_table import add_adapters_reference
+from blockyard.kernels.lora.adapter_table import start_adapters_reference
 from blockyard.kernels.lora.adapter_tokens import adapt_embeddings_reference, replace_logits_reference
 from blockyard.kernels.lora.add_to_heads import add_to_heads_reference
 from blockyard.services.gpu_worker.host_link import SameMemory
@@ -22,7 +22,7 @@ from blockyard.services.gpu_worker.models.interface import Model
 
 EXACT = AdapterLimits(dtype=torch.float32)
 KERNELS = AdapterKernels(
-    add_adapters_reference, add_to_heads_reference, adapt_embeddings_reference, replace_logits_reference
+    start_adapters_reference, add_to_heads_reference, adapt_embeddings_reference, replace_logits_reference
 )
 
 

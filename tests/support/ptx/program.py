@@ -101,7 +101,7 @@ class Program:
         elif name in ("ldmatrix", "stmatrix"):
             self._matrices(name, parts, args)
         elif name == "cp":
-            if parts[2] == "cg":  # others wait for copies, which are done at once here
+            if parts[2] in ("ca", "cg"):  # others wait for copies, which are done at once here
                 self._copy(args, wanted)
         elif name in ("shfl", "vote", "redux", "atom"):
             self._exchange(name, parts, args, wanted)
@@ -147,9 +147,9 @@ class Program:
             each = self._predicate(args[1]).reshape(-1, 32).astype(np.uint64) << np.arange(32, dtype=np.uint64)
             made = np.repeat(each.sum(1, dtype=np.uint64), 32)
         else:
-            assert parts[-2] in ("min", "max") and parts[-1] == "s32"
+            assert parts[-2] in ("min", "max", "add") and parts[-1] == "s32"
             each = signed(self._get(args[1], 32), 32).reshape(-1, 32)
-            chosen = each.min(1) if parts[-2] == "min" else each.max(1)
+            chosen = {"min": each.min, "max": each.max, "add": each.sum}[parts[-2]](1)
             made = np.repeat(chosen, 32).view(np.uint64) & MASKS[32]
         self._set(args[0].split("|")[0], made, wanted)
 

@@ -3,6 +3,8 @@
 What adapters add of gate and up has to be there before the activation, so no kernel computes it with them.
 """
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from blockyard.kernels.layers.act_mul import act_mul
@@ -64,12 +66,15 @@ class AdaptableExperts:
     ) -> Tensor:
         product, num_pairs, tiling = self._products[which], experts.numel(), (config.gate_up, config.down)[which]
         is_of_input = weights is not None and which == 0
+        add: Callable[[Tensor], None] | None = None
+        if (adapted := self.matrices[which].adapted) is not None:
+            add = adapted.start(x, experts, weights, AdapterTiles(mapped.pairs, mapped.experts, mapped.tile))
         if config.kernel == "prefill":
             sizes = PrefillTiling(*tiling)
             out = product.prefill(x, mapped, num_pairs, sizes, scale=weights, scale_first=is_of_input)
         else:
             few = GroupedTiling(*tiling)
             out = product.grouped(x, mapped, num_pairs, few, scale=weights, scale_first=is_of_input)
-        if (adapted := self.matrices[which].adapted) is not None:
-            adapted.add_to(out, x, experts, weights, AdapterTiles(mapped.pairs, mapped.experts, mapped.tile))
+        if add is not None:
+            add(out)
         return out

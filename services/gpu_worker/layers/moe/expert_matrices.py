@@ -1,6 +1,6 @@
 """The products of all experts of a layer that are multiplied at once, as layers that adapters change."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -20,8 +20,11 @@ class AdaptedExperts(Protocol):
     def is_active(self) -> bool:
         """Whether a row of this step has an adapter."""
 
-    def add_to(self, out: Tensor, x: Tensor, experts: Tensor, weights: Tensor | None, tiles: AdapterTiles) -> None:
-        """Adds to out [pairs, outputs] the products of x [rows or pairs, in], in place.
+    def start(
+        self, x: Tensor, experts: Tensor, weights: Tensor | None, tiles: AdapterTiles
+    ) -> Callable[[Tensor], None]:
+        """Begins the products of x [rows or pairs, in]; call it before the layer's own. Returns what adds them to out
+        [pairs, outputs], in place.
 
         experts [rows, top_k] int32: of each row, from the rank's first one; a pair is one of them with its row. weights
         [rows, top_k] float32 multiply what is added; None: nothing does. tiles: the pairs by expert.

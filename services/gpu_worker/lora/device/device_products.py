@@ -13,10 +13,10 @@ from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.lora.adapter_table import AdapterTable, AdapterTiles, Between
 from blockyard.kernels.lora.adapter_tokens import AdapterTokens
 from blockyard.services.gpu_worker.layers.adapter_rows import AdapterRows
-from blockyard.services.gpu_worker.layers.linear import FusedProduct
+from blockyard.services.gpu_worker.layers.linear import AddTo, FusedProduct
 
 
-class AddAdapters(Protocol):
+class StartAdapters(Protocol):
     """See `kernels.lora.add_adapters`."""
 
     def __call__(
@@ -24,14 +24,13 @@ class AddAdapters(Protocol):
         x: Tensor,
         places: Tensor,
         table: AdapterTable,
-        out: Tensor,
         between: Between | None = None,
         experts: Tensor | None = None,
         weights: Tensor | None = None,
         tiles: AdapterTiles | None = None,
         norm: RMSNorm | None = None,
         gated: bool = False,
-    ) -> None: ...
+    ) -> Callable[[Tensor], None]: ...
 
 
 class TileRows(Protocol):
@@ -51,11 +50,16 @@ class AddToHeads(Protocol):
 class AdapterKernels(NamedTuple):
     """The products of adapters on one kind of device."""
 
-    add: AddAdapters
+    start: StartAdapters
     add_to_heads: AddToHeads
     adapt_embeddings: Callable[[Tensor, Tensor, Tensor, AdapterTokens], None]  # see `kernels.lora.adapt_embeddings`
     replace_logits: Callable[[Tensor, Tensor, AdapterTokens, Tensor], None]  # see `kernels.lora.replace_logits`
-    tile_rows: TileRows | None = None  # None: `add` needs no tiles
+    tile_rows: TileRows | None = None  # None: `start` needs no tiles
+
+
+def _and_return(add: Callable[[Tensor], None], out: Tensor) -> Tensor:
+    add(out)
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +78,9 @@ class DeviceAdaptedRows:
     def only(self, rows: Tensor) -> AbstractContextManager[None]:
         return self.rows.only(rows)
 
-    def add_to(self, out: Tensor, x: Tensor) -> Tensor:
-        self.kernels.add(x, self.rows.places, self.table, out, self.between, tiles=self.rows.tiles)
-        return out
+    def start(self, x: Tensor) -> AddTo:
+        add = self.kernels.start(x, self.rows.places, self.table, self.between, tiles=self.rows.tiles)
+        return partial(_and_return, add)
 
     def fused(self, product: FusedProduct) -> FusedProduct | None:
         """The first product of adapters normalises and gates as `product` does."""
@@ -90,9 +94,8 @@ class DeviceAdaptedRows:
         gated: bool = False,
         add_to: Tensor | None = None,
     ) -> Tensor:
-        out = product(x, norm=norm, gated=gated, add_to=add_to)
-        self.kernels.add(x, self.rows.places, self.table, out, tiles=self.rows.tiles, norm=norm, gated=gated)
-        return out
+        add = self.kernels.start(x, self.rows.places, self.table, tiles=self.rows.tiles, norm=norm, gated=gated)
+        return _and_return(add, product(x, norm=norm, gated=gated, add_to=add_to))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +112,12 @@ class DeviceAdaptedHead:
     def only(self, rows: Tensor) -> AbstractContextManager[None]:
         return self.linear.only(rows)
 
-    def add_to(self, out: Tensor, x: Tensor) -> Tensor:
+    def start(self, x: Tensor) -> AddTo:
+        return partial(self._add, x, self.linear.start(x))
+
+    def _add(self, x: Tensor, add_to: AddTo, out: Tensor) -> Tensor:
         self.linear.kernels.replace_logits(x, self.linear.rows.places, self.tokens, out)
-        return self.linear.add_to(out, x)
+        return add_to(out)
 
     def fused(self, product: FusedProduct) -> None:
         """Rows of adapters multiply the layer's own input."""
@@ -164,8 +170,10 @@ class DeviceAdaptedExperts:
     def is_active(self) -> bool:
         return self.rows.is_active
 
-    def add_to(self, out: Tensor, x: Tensor, experts: Tensor, weights: Tensor | None, tiles: AdapterTiles) -> None:
-        self.kernels.add(x, self.rows.places, self.table, out, experts=experts, weights=weights, tiles=tiles)
+    def start(
+        self, x: Tensor, experts: Tensor, weights: Tensor | None, tiles: AdapterTiles
+    ) -> Callable[[Tensor], None]:
+        return self.kernels.start(x, self.rows.places, self.table, experts=experts, weights=weights, tiles=tiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +196,7 @@ class DeviceAdaptedHeads:
         self.kernels.add_to_heads(attended, self._places(rows), self.table, self.plain_dim, out, values=True)
 
     def add_to_keys_values(self, out: Tensor, latents: Tensor, rows: slice | Tensor, repeats: int) -> None:
-        self.kernels.add(latents, self._places(rows).repeat_interleave(repeats), self.table, out)
+        self.kernels.start(latents, self._places(rows).repeat_interleave(repeats), self.table)(out)
 
     def _places(self, rows: slice | Tensor | None) -> Tensor:
         return self.rows.places if rows is None else self.rows.places[rows]

@@ -15,7 +15,7 @@ from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.lora.adapter_table import add_adapters_reference
 from blockyard.kernels.lora.adapter_tokens import adapt_embeddings_reference, replace_logits_reference
-from blockyard.kernels.lora.add_adapters import add_adapters
+from blockyard.kernels.lora.add_adapters import start_adapters
 from blockyard.kernels.lora.add_to_heads import add_to_heads
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.attention.triton_attention import build_attention
@@ -159,7 +159,7 @@ def test_sequences_with_adapters_of_the_up_projection(invariant: bool, monkeypat
     of_rows = torch.tensor(places, dtype=torch.int32).repeat_interleave(case.starts.diff().cpu()).to(DEVICE)
     rows = AdapterRows()
     rows.begin(of_rows)
-    kernels = AdapterKernels(add_adapters, add_to_heads, adapt_embeddings_reference, replace_logits_reference)
+    kernels = AdapterKernels(start_adapters, add_to_heads, adapt_embeddings_reference, replace_logits_reference)
     adapted = DeviceAdaptedHeads(rows, table, kernels, PLAIN)
     pool = KVPool(SHAPE, BLOCKS, SIZE, torch.float32, DEVICE, invariant)
     pool.runs[0].normal_()

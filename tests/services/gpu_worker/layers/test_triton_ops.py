@@ -10,7 +10,7 @@ from placed_adapters import KERNELS
 from blockyard.kernels.layers.linear_skinny import linear_skinny
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.lora.adapter_table import NO_OFFSET, AdapterTable
-from blockyard.kernels.lora.add_adapters import add_adapters
+from blockyard.kernels.lora.add_adapters import start_adapters
 from blockyard.services.gpu_worker.layers.adapter_rows import AdapterRows
 from blockyard.services.gpu_worker.layers.fused_ops import FusedOps, TorchOps
 from blockyard.services.gpu_worker.layers.linear import Linear, dense_linear
@@ -31,7 +31,7 @@ def adapt(linear: Linear, places: list[int]) -> None:
     ranks, sizes = torch.tensor([[16], [5]], **ints), torch.tensor([outs], **ints)
     table = AdapterTable(arena, offsets, ranks, torch.zeros(1, **ints), sizes, outs, 16)
     rows.begin(torch.tensor(places, **ints))
-    linear.adapt(DeviceAdaptedRows(rows, table, AdapterKernels(add_adapters, *KERNELS[1:])))
+    linear.adapt(DeviceAdaptedRows(rows, table, AdapterKernels(start_adapters, *KERNELS[1:])))
 
 
 @pytest.mark.parametrize("places", [None, [1, 0], [-1, 0]])

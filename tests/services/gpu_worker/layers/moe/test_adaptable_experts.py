@@ -6,7 +6,7 @@ from adapter_tables import in_places, make_table
 from torch import Tensor
 
 from blockyard.kernels.lora.adapt_embeddings import adapt_embeddings
-from blockyard.kernels.lora.add_adapters import add_adapters
+from blockyard.kernels.lora.add_adapters import add_adapters, start_adapters
 from blockyard.kernels.lora.add_to_heads import add_to_heads
 from blockyard.kernels.lora.replace_logits import replace_logits
 from blockyard.kernels.moe.gates import Gate, gated
@@ -21,7 +21,7 @@ IS_GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.float16) if IS_GPU else ("cpu", torch.float32)
 EXPERTS, TOP_K, HIDDEN, INNER = 4, 2, 64, 32
 ROUTING = Routing(num_experts=EXPERTS, top_k=TOP_K)
-KERNELS = AdapterKernels(add_adapters, add_to_heads, adapt_embeddings, replace_logits)
+KERNELS = AdapterKernels(start_adapters, add_to_heads, adapt_embeddings, replace_logits)
 RANKS = [[3, 0], [18, 2], [0, 0], [1, 5]], [[2], [0], [20], [1]]  # of one adapter: gate and up, and down, by expert
 
 

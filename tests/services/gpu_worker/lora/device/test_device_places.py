@@ -1,6 +1,6 @@
 """Adapters in the memory of a device, in the steps of a GPU with its operations in plain torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -263,8 +263,9 @@ def test_kernels_of_steps_with_adapters_are_recorded(
     runner, seen, tiled = start(folders[0], lora=lora), list[int](), list[int]()
     monkeypatch.setattr(record_kernels, "make_device_ops", lambda pool, fused_steps: ReferenceOps())
 
-    def add(x: torch.Tensor, *arguments: object, **others: object) -> None:
+    def begin(x: torch.Tensor, *arguments: object, **others: object) -> Callable[[torch.Tensor], None]:
         seen.append(len(x))
+        return lambda out: None
 
     def tile(places: torch.Tensor, num_places: int, *, batch_invariant: bool = False) -> AdapterTiles:
         tiled.append(len(places))
@@ -273,7 +274,7 @@ def test_kernels_of_steps_with_adapters_are_recorded(
     if lora is not None:
         with torch.inference_mode():
             others = (add_to_heads_reference, adapt_embeddings_reference, replace_logits_reference)
-            kernels = AdapterKernels(add, *others, tile)  # type: ignore[arg-type]
+            kernels = AdapterKernels(begin, *others, tile)  # type: ignore[arg-type]
             DevicePlaces(runner.model, 2, LIMITS, kernels, torch.device("cpu"), SameMemory())
     config = settings(folders[0], lora=lora, max_num_seqs=4, max_num_batched_tokens=16)
     need = KVMemoryNeed(
