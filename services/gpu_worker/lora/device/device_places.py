@@ -38,7 +38,7 @@ from blockyard.services.gpu_worker.lora.device.packed_adapter import (
     pack_tokens,
     token_counts,
 )
-from blockyard.services.gpu_worker.lora.device.packed_form import PackedChunk, PackedForm, find_form
+from blockyard.services.gpu_worker.lora.device.packed_form import AdapterForm, PackedChunk, find_form
 from blockyard.services.gpu_worker.lora.device.place_sizes import TokenSizes, has_place, largest_counts, place_layout
 from blockyard.services.gpu_worker.lora.file_memory import FileMemory
 from blockyard.services.gpu_worker.lora.module_tensors import EXPERTS
@@ -146,7 +146,7 @@ class DevicePlaces:
         kept = None if adapter.tokens is None else TokenDeltas(num_added=tokens.num_added)
         return replace(adapter, deltas={}, tokens=kept, packed=of_device)
 
-    def _copy_alike(self, form: PackedForm, memory: FileMemory) -> "Future[list[PackedChunk]]":
+    def _copy_alike(self, form: AdapterForm, memory: FileMemory) -> "Future[list[PackedChunk]]":
         return self._copier.submit(form.copy, memory, self._link, self._dtype, self._copy_helpers)
 
     @property
@@ -254,7 +254,7 @@ class DevicePlaces:
         return AdapterTokens(self._memory, columns, ids)
 
 
-def _copy(packer: AdapterPacker, memory: FileMemory | None) -> tuple[list[PackedChunk], PackedForm | None]:
+def _copy(packer: AdapterPacker, memory: FileMemory | None) -> tuple[list[PackedChunk], AdapterForm | None]:
     """Call it in a thread, which gives the memory back, too."""
     if memory is None:
         return packer.copy(), None

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ class PackedAdapter:
     added: PackedTokens | None  # of the head, for tokens that it adds
     # begins to copy another adapter of the same form out of the memory that it was read into; None: its form says too
     # little
-    copy_alike: Callable[[FileMemory], "Future[list[PackedChunk]]"] | None = None
+    copy_alike: Callable[[FileMemory], "Future[list[PackedChunk]]"] | None = field(default=None, kw_only=True)
 
     @property
     def size_bytes(self) -> int:

@@ -60,7 +60,7 @@ class RowGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedForm:
+class AdapterForm:
     """Copies the adapters of one form into buffers that a device copies from."""
 
     chunks: list[list[tuple[int, int]]]  # of each buffer, one behind the other: the first element, and how many
@@ -86,7 +86,7 @@ class PackedForm:
         return found
 
 
-def find_form(buffers: Sequence[Sequence[tuple[int, list[PackedPiece]]]], memory: FileMemory) -> PackedForm | None:
+def find_form(buffers: Sequence[Sequence[tuple[int, list[PackedPiece]]]], memory: FileMemory) -> AdapterForm | None:
     """buffers: of each its chunks, one behind the other: the first element, and the pieces. None: some are not in the
     memory, such as matrices of which a rank has some columns."""
     moved, groups, begins = list[tuple[int, int, int, int]](), dict[int, RowGroup](), dict[int, int]()
@@ -115,7 +115,7 @@ def find_form(buffers: Sequence[Sequence[tuple[int, list[PackedPiece]]]], memory
                 )
             first = begins[id(piece.order)] + piece.first * matrix.itemsize
             group.moves.append((first, first + done - begin, number, begin))
-    return PackedForm(chunks, list(groups.values()), _parts_of(moved))
+    return AdapterForm(chunks, list(groups.values()), _parts_of(moved))
 
 
 def _parts_of(moved: list[tuple[int, int, int, int]]) -> list[FormPart]:

@@ -23,6 +23,7 @@ from blockyard.services.gpu_worker.lora.read_modules import ReadModules
 from blockyard.services.gpu_worker.lora.reader_client import ReaderProcess
 from blockyard.services.gpu_worker.lora.targets import ModelTargets
 from blockyard.services.gpu_worker.lora.worker_adapters import WorkerAdapters
+from blockyard.shared.messages import AdapterPlaced
 
 LIMITS = replace(EXACT, max_rank=16)
 WAIT_S = 60.0
@@ -46,14 +47,26 @@ def reader() -> Iterator[ReaderProcess]:
     made.close()
 
 
-def loaded(adapters: WorkerAdapters, number: int, folder: Path) -> HostAdapter:
+class KeptPlaces:
+    """Keeps what is put into places."""
+
+    def __init__(self, places: DevicePlaces) -> None:
+        self.num_places, self.size_bytes, self.prepare = places.num_places, places.size_bytes, places.prepare
+        self.by_place: dict[int, HostAdapter] = {}
+
+    def put(self, place: int, adapter: HostAdapter) -> None:
+        self.by_place[place] = adapter
+
+
+def load(adapters: WorkerAdapters, number: int, folder: Path) -> None:
+    """Loads it, and puts it into the place of its number."""
     adapters.load(number, str(folder))
     end_s = time.monotonic() + WAIT_S
     while not (done := adapters.poll()):
         assert time.monotonic() < end_s
         time.sleep(0.002)
     assert not done[0].error
-    return adapters._held[number]
+    adapters.place([AdapterPlaced(number, number)])
 
 
 def num_memories(reader: ReaderProcess) -> int:
@@ -81,21 +94,21 @@ def test_the_same_as_one_that_was_arranged(
     monkeypatch.setattr(packed_form, "PART_BYTES", 4000)
     monkeypatch.setattr(packed_form, "MOST_TARGETS", 3)
     model = start(folders[0]).model
-    targets, places = ModelTargets(model), DevicePlaces(model, 2, LIMITS, KERNELS, torch.device("cpu"), SameMemory())
+    targets = ModelTargets(model)
+    places = KeptPlaces(DevicePlaces(model, 2, LIMITS, KERNELS, torch.device("cpu"), SameMemory()))
+    wanted = [finished(places.prepare(read_adapter(folder, targets, LIMITS))) for folder in folders[1:]]
     adapters = WorkerAdapters(targets, places, LIMITS, reader)
-    first = loaded(adapters, 1, folders[1])
-    assert first.packed is not None and first.packed.copy_alike is not None
+    load(adapters, 1, folders[1])
     wait_for(reader, 0)
+    monkeypatch.delattr(ModelTargets, "arrange")
     for number in (2, 3, 1):
-        monkeypatch.setattr(targets, "arrange", None)
-        got = loaded(adapters, 10 + number, folders[number]).packed
-        monkeypatch.undo()
-        monkeypatch.setattr(packed_adapter, "CHUNK_BYTES", 1000)
-        want = finished(places.prepare(read_adapter(folders[number], targets, LIMITS)))
-        assert adapters._held[10 + number].digest == want.digest and want.packed is not None and got is not None
-        for mine, theirs in zip(got.chunks, want.packed.chunks, strict=True):
+        load(adapters, number, folders[number])
+        got, want = places.by_place[number], wanted[number - 1]
+        assert got.digest == want.digest and want.packed is not None and got.packed is not None
+        for mine, theirs in zip(got.packed.chunks, want.packed.chunks, strict=True):
             assert mine.first == theirs.first and torch.equal(mine.values, theirs.values)
-        assert torch.equal(got.offsets, want.packed.offsets) and torch.equal(got.ranks, want.packed.ranks)
+        assert torch.equal(got.packed.offsets, want.packed.offsets)
+        assert torch.equal(got.packed.ranks, want.packed.ranks)
         wait_for(reader, 1)
 
 
