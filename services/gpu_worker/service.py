@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 IDLE_POLL_S = 0.5
 CHORE_POLL_S = 0.1  # idle time before the runner does background work
 LANDED_POLL_S = 0.003  # after a KV transfer has landed: its plan follows within about a millisecond
-LOAD_POLL_S = 0.002  # while an adapter is read
+LOAD_POLL_S = 0.0005  # while an adapter is read
 TRANSFER_POLL_S = 0.001  # while a KV transfer waits for room on a link, which no socket reports
 
 

@@ -5,7 +5,8 @@
 - `targets.ModelTargets` finds the layers of these modules, and brings B into the order of the layers' outputs.
 - `read_prompt` reads a folder of a prompt adapter, for `prompt_adapters`.
 - `read_modules` does the first in a child process (`reader_process`; `reader_client` is the worker's end), and
-  `worker_adapters` the second in pieces between steps, which gives a `HostAdapter`.
+  `worker_adapters` the second in pieces between steps, which gives a `HostAdapter`. On a device the second is done once
+  for adapters of one form: threads copy the others out of the reader's memory.
 - `places.AdapterPlaces` adapts a model's layers (`Linear.adapt`, `UpProjection.adapt`) and holds an
   adapter in each of its places.
 - `device`: places in the memory of a device, and the products there.

@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
-from blockyard.services.gpu_worker.lora.file_memory import ALIGNED_BYTES, FileMemory
-from blockyard.services.gpu_worker.lora.module_tensors import ADDED, listed
+from blockyard.services.gpu_worker.lora.file_memory import ALIGNED_BYTES, MAPPED, FileMemory, MemoryPool
+from blockyard.services.gpu_worker.lora.module_tensors import ADDED, EarlyChecks, listed
 from blockyard.shared.errors import AdapterError
 from blockyard.shared.lora.adapter_config import AdapterConfig
 from blockyard.shared.lora.adapter_folder import LENGTH_BYTES, read_config, read_header, read_whole, weights_file
@@ -22,7 +22,6 @@ SAFETENSORS_SUFFIX = ".safetensors"
 # where vLLM takes the rows of added tokens, if they are not in the file of weights: [added tokens, width] each, by the
 # module that they continue
 EMBEDDINGS = ("new_embeddings.safetensors", "new_embeddings.bin")
-MAPPED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CONTINUED = {"input_embeddings": "embed_tokens", "output_embeddings": "lm_head"}
 # torch.load raises it for a file with other objects than tensors; no object is unpickled here
 _NOT_PLAIN: type[Exception] = torch.serialization.pickle.UnpicklingError  # type: ignore[attr-defined]
@@ -38,14 +37,19 @@ class AdapterFiles:
     digest: bytes  # of the bytes of config and weights; the name and the path are no part of it
     notes: list[str]
     memory: FileMemory  # where tensors of a safetensors file are
+    checks: EarlyChecks  # of these tensors
 
 
-def read_folder(folder: Path, threads: int) -> AdapterFiles:
-    """Reads an adapter. threads: that read and hash its weights. Raises AdapterError with the cause in one line."""
+def read_folder(folder: Path, threads: int, dtype: torch.dtype, pool: MemoryPool | None = None) -> AdapterFiles:
+    """Reads an adapter. Raises AdapterError with the cause in one line.
+
+    threads: that read, hash and check its weights. dtype: of products. pool: of memory; None: it is new.
+    """
     content, parsed = read_config(folder)
-    path, memory = weights_file(folder), FileMemory()
+    path, checks = weights_file(folder), EarlyChecks(parsed.config, dtype)
+    memory = FileMemory() if pool is None else pool.take(size_of(path))
     if path.suffix == SAFETENSORS_SUFFIX:
-        parts = [content, memory.copy_safetensors(path, threads)]
+        parts = [content, memory.copy_safetensors(path, threads, checks.take)]
         tensors = _map_tensors(path, memory)
     else:
         parts = [content, read_whole(path)]
@@ -54,7 +58,15 @@ def read_folder(folder: Path, threads: int) -> AdapterFiles:
     for added in filter(Path.is_file, (folder / name for name in EMBEDDINGS)):
         parts.append(rows := read_whole(added))
         tensors |= _added_rows(added, read_tensors(added, rows))
-    return AdapterFiles(path, parsed.config, tensors, digest_of(*parts), parsed.notes, memory)
+    return AdapterFiles(path, parsed.config, tensors, digest_of(*parts), parsed.notes, memory, checks)
+
+
+def size_of(path: Path) -> int:
+    """0 for a file that is not there any more."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _map_tensors(path: Path, memory: FileMemory) -> dict[str, Tensor]:

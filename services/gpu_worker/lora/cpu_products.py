@@ -16,6 +16,7 @@ from blockyard.services.gpu_worker.lora.cpu_token_products import (
     CpuAddedColumns,
     replace_logits,
 )
+from blockyard.services.gpu_worker.lora.file_memory import FileMemory
 from blockyard.services.gpu_worker.lora.joined_deltas import JoinedDeltas
 from blockyard.services.gpu_worker.lora.places import HostAdapter
 from blockyard.services.gpu_worker.lora.targets import adapted_linears, layer_shares
@@ -101,7 +102,7 @@ class CpuPlaces:
     def size_bytes(self) -> int:
         return 0
 
-    def prepare(self, adapter: HostAdapter) -> Generator[bool, None, HostAdapter]:
+    def prepare(self, adapter: HostAdapter, memory: FileMemory | None = None) -> Generator[bool, None, HostAdapter]:
         joined: dict[int, JoinedDeltas] = {}
         for index, deltas in adapter.deltas.items():
             if index < len(self._linears):

@@ -58,6 +58,7 @@ class ModuleTensors:
     token_rows: Tensor | None = None  # [tokens, width], in the place of the rows of some tokens
     weight: Tensor | None = None  # [vocab_size, width], in the place of the module's own
     added: Tensor | None = None  # [added tokens, width], rows behind the module's own
+    is_scaled: bool = False  # B has the scale already
     is_stack: bool = False  # of all experts: A [experts * rank, in], expert after expert, B [out, rank * experts]
 
     def tensors(self) -> list[tuple[str, Tensor]]:
@@ -71,7 +72,7 @@ class ModuleTensors:
             a, b = getattr(self, down), getattr(self, up)
             if a is not None and a.dtype != dtype:
                 setattr(self, down, _converted(self.name, a, dtype))
-            if b is not None and not self.is_stack:
+            if b is not None and not self.is_stack and not (self.is_scaled and up == "b"):
                 scaled = b.mul_(self.scale) if b.dtype == dtype else b.float() * self.scale  # both round once
                 setattr(self, up, _converted(self.name, scaled, dtype))
         if not self.is_stack:
@@ -84,8 +85,33 @@ class ModuleTensors:
         return any(getattr(self, name) is not None for name in OF_TOKENS)
 
 
-def group_tensors(config: AdapterConfig, tensors: Mapping[str, Tensor], *, with_bias: bool) -> list[ModuleTensors]:
-    """Assigns tensors to modules. with_bias: adapters may have biases. Raises AdapterError."""
+class EarlyChecks:
+    """What may be done to tensors while they are read, by the threads that read them."""
+
+    def __init__(self, config: AdapterConfig, dtype: torch.dtype) -> None:
+        """dtype: of products."""
+        self._config, self._dtype = config, dtype
+        self.finite = set[str]()  # names of tensors
+        self.scaled = set[str]()  # those that have the scale of their module
+
+    def take(self, name: str, values: Tensor) -> None:
+        """Others are left to `group_tensors` and `ModuleTensors.convert`, which refuse them."""
+        if not is_finite(values):
+            return
+        self.finite.add(name)
+        module, field = _split(name)
+        if field != "b" or values.dtype != self._dtype:
+            return
+        own = _make(self._config, module)
+        if not own.is_stack and is_finite(scaled := values * own.scale):
+            values.copy_(scaled)
+            self.scaled.add(name)
+
+
+def group_tensors(
+    config: AdapterConfig, tensors: Mapping[str, Tensor], early: EarlyChecks, *, with_bias: bool
+) -> list[ModuleTensors]:
+    """Assigns tensors to modules. early: was told of some. with_bias: adapters may have biases. Raises AdapterError."""
     modules: dict[str, ModuleTensors] = {}
     unknown: list[str] = []
     for name, value in sorted(tensors.items()):  # a file's reader gives any order, on which sums would depend
@@ -97,10 +123,11 @@ def group_tensors(config: AdapterConfig, tensors: Mapping[str, Tensor], *, with_
             raise AdapterError(f"the adapter has biases, such as {name}: --enable-lora-bias serves such adapters")
         if value.dtype not in DTYPES:
             raise AdapterError(f"{name} has the dtype {value.dtype}")
-        if not is_finite(value):
+        if name not in early.finite and not is_finite(value):
             raise AdapterError(f"{name} has values that are not finite")
         own = modules.setdefault(module, _make(config, module))
         setattr(own, field, value)
+        own.is_scaled = own.is_scaled or name in early.scaled
     if unknown:
         raise AdapterError(f"these tensors of the adapter are not known: {listed(unknown)}")
     if not modules:

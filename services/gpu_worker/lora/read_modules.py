@@ -7,7 +7,7 @@ import torch
 
 from blockyard.services.gpu_worker.lora.adapter_files import read_folder
 from blockyard.services.gpu_worker.lora.added_tokens.tokenizer_check import AdapterTexts
-from blockyard.services.gpu_worker.lora.file_memory import FileMemory
+from blockyard.services.gpu_worker.lora.file_memory import FileMemory, MemoryPool
 from blockyard.services.gpu_worker.lora.module_tensors import ModuleTensors, group_tensors, target_name
 from blockyard.shared.errors import AdapterError
 from blockyard.shared.lora.adapter_config import MAX_RANK, AdapterConfig
@@ -37,16 +37,17 @@ class ReadModules:
     notes: list[str]  # on its config
     texts: AdapterTexts | None = None  # of the tokenizer in its folder; None: it has none
     memory: FileMemory | None = None  # where it was read, with most of the tensors
+    form: bytes = b""  # see `reader_frames.form_of`
 
 
-def read_modules(folder: Path, limits: AdapterLimits, threads: int = 1) -> ReadModules:
+def read_modules(folder: Path, limits: AdapterLimits, threads: int = 1, pool: MemoryPool | None = None) -> ReadModules:
     """Reads an adapter, with its matrices in the dtype of products. Raises AdapterError with the cause in one line.
 
-    threads: that read and hash its file of weights.
+    threads: that read its file of weights. pool: of memory for it; None: it is new.
     """
-    files = read_folder(folder, threads)
+    files = read_folder(folder, threads, limits.dtype, pool)
     try:
-        modules = group_tensors(files.config, files.tensors, with_bias=limits.with_bias)
+        modules = group_tensors(files.config, files.tensors, files.checks, with_bias=limits.with_bias)
         for module in modules:
             _check_limits(module, limits)
             module.convert(limits.dtype)

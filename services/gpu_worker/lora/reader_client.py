@@ -5,6 +5,7 @@ import logging
 import signal
 import subprocess
 import time
+import weakref
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +15,7 @@ import torch
 from blockyard.services.gpu_worker.child_processes.frame_socket import FrameSocket
 from blockyard.services.gpu_worker.child_processes.job_deadlines import JobDeadlines
 from blockyard.services.gpu_worker.child_processes.start import ADAPTER_READER, Child, start_child
+from blockyard.services.gpu_worker.lora.file_memory import FileMemory
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, ReadModules
 from blockyard.services.gpu_worker.lora.read_prompt import PromptLimits, ReadPrompt
 from blockyard.services.gpu_worker.lora.reader_frames import (
@@ -22,6 +24,8 @@ from blockyard.services.gpu_worker.lora.reader_frames import (
     FolderRead,
     FolderRefused,
     FromReader,
+    KnownForm,
+    MemoryCopied,
     MemoryMapped,
     ModulesRead,
     PromptRead,
@@ -65,6 +69,9 @@ class AdapterReader(Protocol):
     def receive_prompts(self) -> list[tuple[int, ReadPrompt | NotRead]]:
         """As `receive`, of prompt adapters."""
 
+    def know(self, form: bytes) -> None:
+        """Adapters of this form come without their modules from here on, or did so when they were asked for before."""
+
     def close(self) -> None:
         """Reads no more."""
 
@@ -94,6 +101,7 @@ class ReaderProcess:
         self._read: list[tuple[int, ReadModules | NotRead]] = []  # not received yet
         self._read_prompts: list[tuple[int, ReadPrompt | NotRead]] = []
         self._ending: list[subprocess.Popen[bytes]] = []  # killed: they end once the disk lets them
+        self._forms: list[bytes] = []  # whose modules are known
         self._use(child or start_child(ADAPTER_READER))
 
     @property
@@ -118,6 +126,7 @@ class ReaderProcess:
 
     def _take(self) -> None:
         end_s = time.monotonic() + RECEIVE_S
+        self._give_back()
         while frames := self._frames.receive(1):
             self._deadlines.hear()
             self._take_frame(frames[0])
@@ -145,15 +154,30 @@ class ReaderProcess:
             case FolderRead(job, descriptor):
                 with contextlib.suppress(OSError):  # the process has ended, and is asked again
                     self._arriving[job] = ArrivingModules(f"/proc/{self._process.pid}/fd/{descriptor}", frame)
-                    self._frames.send(MemoryMapped(descriptor))
+                    if frame.num_modules:
+                        self._frames.send(MemoryMapped(descriptor))
+                    else:
+                        self._copied[descriptor] = weakref.ref(self._arriving[job].memory)
+                        self._take_whole(job)
                 self._deadlines.end(job)
             case ModulesRead(job) if (arriving := self._arriving.get(job)) is not None:
                 arriving.add(frame)
-                if arriving.is_whole:
-                    read = self._arriving.pop(job).read
-                    modules = ReadModules(read.config, arriving.modules, read.digest, read.notes, read.texts)
-                    self._read.append((job, modules))
-                    self._forget(job)
+                self._take_whole(job)
+
+    def _give_back(self) -> None:
+        """Says which memory is not used any more."""
+        for descriptor, ref in list(self._copied.items()):
+            if (memory := ref()) is None or memory.is_closed:
+                del self._copied[descriptor]
+                self._frames.send(MemoryMapped(descriptor) if memory is None else MemoryCopied(descriptor))
+
+    def _take_whole(self, job: int) -> None:
+        arriving = self._arriving[job]
+        if arriving.is_whole:
+            read, memory = self._arriving.pop(job).read, arriving.memory if arriving.read.form else None
+            columns = read.config, arriving.modules, read.digest, read.notes, read.texts, memory, read.form
+            self._read.append((job, ReadModules(*columns)))
+            self._forget(job)
 
     def _end_late_ones(self) -> None:
         for job in self._deadlines.overdue():
@@ -184,6 +208,10 @@ class ReaderProcess:
             self._read.append((job, refusal))
         self._forget(job)
 
+    def know(self, form: bytes) -> None:
+        self._forms.append(form)
+        self._frames.send(KnownForm(form))
+
     def close(self) -> None:
         """The process has nothing to lose, and may be at the start still: nobody waits until it sees the end."""
         self._frames.close()
@@ -194,8 +222,12 @@ class ReaderProcess:
         self._process, ours = child
         self._frames: FrameSocket[FromReader] = FrameSocket(ours, msgspec.msgpack.Decoder(FromReader))
         self._frames.send(self._settings)
+        for form in self._forms:
+            self._frames.send(KnownForm(form))
         self._deadlines, self._is_stuck = JobDeadlines(MOST_S), False
         self._arriving: dict[int, ArrivingModules] = {}  # by job
+        # memory that adapters are copied out of, by the process's descriptor
+        self._copied: dict[int, weakref.ref[FileMemory]] = {}
 
     def _count_death(self, job: int) -> int:
         self._deaths[job] = deaths = self._deaths.get(job, 0) + 1

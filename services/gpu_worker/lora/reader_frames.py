@@ -1,8 +1,8 @@
 """Frames between a worker and its reader process, and where an adapter's tensors are in the memory that both map."""
 
-import mmap
 import os
 from collections.abc import Sequence
+from hashlib import blake2b
 
 import msgspec
 import torch
@@ -12,6 +12,8 @@ from blockyard.services.gpu_worker.lora.added_tokens.tokenizer_check import Adap
 from blockyard.services.gpu_worker.lora.file_memory import FileMemory
 from blockyard.services.gpu_worker.lora.module_tensors import ModuleTensors
 from blockyard.shared.lora.adapter_config import AdapterConfig
+
+FORM_BYTES = 16
 
 
 class PromptSettings(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -49,6 +51,18 @@ class MemoryMapped(ControlFrame, frozen=True):
     descriptor: int
 
 
+class MemoryCopied(ControlFrame, frozen=True):
+    """The worker has copied the memory of an answer, and the reader may use it again."""
+
+    descriptor: int
+
+
+class KnownForm(ControlFrame, frozen=True):
+    """The worker knows the modules of adapters of this form, and is not told them any more."""
+
+    form: bytes
+
+
 class TensorPlace(msgspec.Struct, frozen=True, array_like=True, gc=False):
     field: str  # of `ModuleTensors`
     dtype: str
@@ -73,9 +87,10 @@ class FolderRead(ControlFrame, frozen=True):
     size_bytes: int
     digest: bytes
     config: AdapterConfig
-    num_modules: int
+    num_modules: int  # 0: those of a known form, whose memory the worker copies
     notes: list[str]
     texts: AdapterTexts | None = None
+    form: bytes = b""
 
 
 class ModulesRead(ControlFrame, frozen=True):
@@ -107,7 +122,7 @@ class FolderRefused(ControlFrame, frozen=True):
     cause: str
 
 
-ToReader = ReaderSettings | ReadFolder | MemoryMapped
+ToReader = ReaderSettings | ReadFolder | MemoryMapped | MemoryCopied | KnownForm
 FromReader = FolderBegun | FolderRead | ModulesRead | PromptRead | FolderRefused
 
 
@@ -124,17 +139,25 @@ def store_modules(modules: Sequence[ModuleTensors], memory: FileMemory) -> list[
     return places
 
 
+def form_of(config: AdapterConfig, places: Sequence[ModulePlaces], texts: AdapterTexts | None) -> bytes:
+    """A digest of all that an adapter's arrangement depends on: adapters that share it differ in numbers alone.
+
+    Empty for one whose numbers decide on its arrangement, and one with more than pairs of matrices.
+    """
+    fields = {one.field for module in places for one in module.tensors}
+    if texts is not None or not fields <= {"a", "b"} or any(one.is_stack for one in places):
+        return b""
+    others = msgspec.structs.replace(config, lora_alpha=0)  # the scale is in the matrices
+    return blake2b(msgspec.msgpack.encode((others, places)), digest_size=FORM_BYTES).digest()
+
+
 class ArrivingModules:
     """The modules of one adapter, as their frames come."""
 
     def __init__(self, path: str, read: FolderRead) -> None:
         """path: of the memory. Raises OSError if it is gone."""
         self.read, self.modules = read, list[ModuleTensors]()
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            self._memory = mmap.mmap(descriptor, read.size_bytes)
-        finally:
-            os.close(descriptor)
+        self.memory = FileMemory(os.open(path, os.O_RDWR | os.O_CLOEXEC), read.size_bytes)
 
     @property
     def is_whole(self) -> bool:
@@ -151,4 +174,4 @@ class ArrivingModules:
         dtype, count = getattr(torch, one.dtype), torch.Size(one.shape).numel()
         if not count:
             return torch.empty(one.shape)
-        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=one.start).view(one.shape)
+        return torch.frombuffer(self.memory.map(), dtype=dtype, count=count, offset=one.start).view(one.shape)

@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Container
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -25,6 +26,7 @@ from setproctitle import setproctitle
 from blockyard.services.gpu_worker.child_processes.frame_socket import FrameSocket
 from blockyard.services.gpu_worker.lora.adapter_files import digest_of
 from blockyard.services.gpu_worker.lora.added_tokens.tokenizer_check import TokenizerCheck
+from blockyard.services.gpu_worker.lora.file_memory import MemoryPool
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, read_modules
 from blockyard.services.gpu_worker.lora.read_prompt import PromptLimits, read_prompt
 from blockyard.services.gpu_worker.lora.reader_frames import (
@@ -32,12 +34,15 @@ from blockyard.services.gpu_worker.lora.reader_frames import (
     FolderRead,
     FolderRefused,
     FromReader,
+    KnownForm,
+    MemoryCopied,
     MemoryMapped,
     ModulesRead,
     PromptRead,
     ReaderSettings,
     ReadFolder,
     ToReader,
+    form_of,
     store_modules,
 )
 from blockyard.shared.errors import AdapterError
@@ -77,8 +82,10 @@ def serve(frames: FrameSocket[ToReader]) -> None:
         for frame in frames.receive():
             if isinstance(frame, ReaderSettings):
                 threads.start(frame)
-            elif isinstance(frame, MemoryMapped):
-                os.close(frame.descriptor)
+            elif isinstance(frame, MemoryMapped | MemoryCopied):
+                threads.pool.end_loan(frame.descriptor, is_copied=isinstance(frame, MemoryCopied))
+            elif isinstance(frame, KnownForm):
+                threads.known_forms.add(frame.form)
             elif isinstance(frame, ReadFolder):
                 threads.ask(frame)
         for found in threads.take():
@@ -90,6 +97,7 @@ class ReaderThreads:
 
     def __init__(self) -> None:
         self.wakes = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable when `take` has something
+        self.known_forms, self.pool = set[bytes](), MemoryPool()
         self._asked: SimpleQueue[ReadFolder] = SimpleQueue()
         self._answers: SimpleQueue[FromReader] = SimpleQueue()
         self._cpu_s = 0  # 0: there are no settings yet
@@ -154,7 +162,7 @@ class ReaderThreads:
             self._say(FolderBegun(asked.job))
             with contextlib.suppress(AdapterError, OSError):  # which is answered when it is read
                 self._say(FolderBegun(asked.job, weights_file(Path(asked.path)).stat().st_size))
-            self._say(*answer(asked, limits, prompts, check, threads))
+            self._say(*answer(asked, limits, prompts, check, threads, self.pool, self.known_forms))
 
     def _say(self, *frames: FromReader) -> None:
         for frame in frames:
@@ -182,10 +190,13 @@ def answer(
     prompts: PromptLimits | None = None,
     check: TokenizerCheck | None = None,
     threads: int = 1,
+    pool: MemoryPool | None = None,
+    known_forms: Container[bytes] = (),
 ) -> list[FromReader]:
     """prompts: None: no prompt adapter is asked for. check: of tokenizers in folders; None: they are not read.
 
-    threads: of each file of weights.
+    threads: of each file of weights. pool: of memory; None: it is new. known_forms: of adapters that are answered
+    without their modules.
     """
     try:
         if asked.is_prompt:
@@ -193,16 +204,19 @@ def answer(
             found = read_prompt(Path(asked.path), prompts)
             vectors = found.vectors.contiguous().view(torch.uint8).numpy().tobytes()
             return [PromptRead(asked.job, vectors, list(found.vectors.shape), found.digest, found.notes)]
-        read = read_modules(Path(asked.path), limits, threads)
+        pool = pool or MemoryPool()
+        read = read_modules(Path(asked.path), limits, threads, pool)
         memory, digest = read.memory, read.digest
         assert memory is not None
         places = store_modules(read.modules, memory)
         texts = None if check is None else check.read(Path(asked.path))
         if texts is not None and texts.digest:  # other texts of the same weights are another adapter
             digest = digest_of(digest, texts.digest)
-        columns = (memory.size_bytes, digest, read.config, len(places), read.notes, texts)
+        form = form_of(read.config, places, texts)
+        places = [] if form in known_forms else places
+        columns = (memory.size_bytes, digest, read.config, len(places), read.notes, texts, form)
         parts = [places[i : i + MODULES_A_FRAME] for i in range(0, len(places), MODULES_A_FRAME)]
-        whole = FolderRead(asked.job, os.dup(memory.descriptor), *columns)
+        whole = FolderRead(asked.job, pool.lend(memory), *columns)
         return [whole, *(ModulesRead(asked.job, part) for part in parts)]
     except AdapterError as e:
         return [FolderRefused(asked.job, str(e))]

@@ -38,6 +38,14 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
+class RowOrder:
+    """How a B came into the order of its product."""
+
+    stored: Tensor  # [stored out, rank]
+    rows: Tensor  # [out] int64, of these
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """What an adapter adds to one part of a layer's product: (x @ a.T) @ b.T + bias. Matrices are a rank's shares."""
 
@@ -46,6 +54,7 @@ class Delta:
     b: Tensor | None  # [out, rank], rows in the order of the product, times the scale
     bias: Tensor | None = None  # [out]
     own_start: int = 0  # first of the own rank, which is the whole but with --fully-sharded-loras
+    order: RowOrder | None = None  # of B, if nothing else was done to it
 
     @property
     def rank(self) -> int:
@@ -99,6 +108,7 @@ class ModelTargets:
         self.vocab_size = model.shape.vocab_size
         self._shares = layer_shares(model, fully_sharded=fully_sharded)
         self._targets: dict[str, Target] = {}
+        self._orders: dict[str, Tensor] = {}  # of rows of B, by the target's name
         # by the name of their mixture: the layers of experts, with their numbers, and how many experts all ranks have
         self._experts: dict[str, list[tuple[int, int]]] = {}
         for layer, adapted in enumerate(self._layers):
@@ -241,7 +251,17 @@ class ModelTargets:
             return None
         bias = None if bias is None else bias.to(dtype).contiguous()
         own_start = 0 if module.a is None else share.own_rank(module.a.shape[0]).start
-        return Delta(share.starts[index], a, b, bias, own_start)
+        order = None
+        if module.b is not None and b is not None and module.scale == 1.0 and module.b.dtype == dtype:
+            order = None if b.data_ptr() == module.b.data_ptr() else RowOrder(module.b, self._order_of(target))
+        return Delta(share.starts[index], a, b, bias, own_start, order)
+
+    def _order_of(self, target: Target) -> Tensor:
+        if (found := self._orders.get(target.name)) is None:
+            rows = torch.arange(target.part.stored_rows or target.part.size)
+            found = self._shares[target.layer].cut_rows(target.part.in_order(rows), target.index)
+            self._orders[target.name] = found
+        return found
 
     def _check_base(self, target: Target, stored: Tensor) -> None:
         """Raises AdapterError if a weight that came with the adapter is not the model's, by some of its columns."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from blockyard.services.gpu_worker.interfaces import LoadedAdapter
 from blockyard.services.gpu_worker.lora.module_tensors import ModuleTensors
-from blockyard.services.gpu_worker.lora.places import AdapterPlaces, HostAdapter
+from blockyard.services.gpu_worker.lora.places import AdapterPlaces, HostAdapter, prepare_alike
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, ReadModules
 from blockyard.services.gpu_worker.lora.reader_client import AdapterReader, NotRead
 from blockyard.services.gpu_worker.lora.targets import ModelTargets
@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 PIECES_S = 0.001  # of each poll, or more behind a long step; one piece may take longer
 PIECES_SHARE = 0.05  # of the time since the last poll ...
 MOST_PIECES_S = 0.01  # ... up to this, or always if no step waits
+MOST_FORMS = 64  # of adapters that are kept
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,6 +89,7 @@ class WorkerAdapters:
         self._asked: dict[int, tuple[int, str]] = {}  # adapters and their folders, by job
         self._jobs = itertools.count(1)
         self._arranged: list[_Arranged] = []
+        self._by_form: dict[bytes, HostAdapter] = {}  # an adapter of each form, without its bytes
         self._polled_s = 0.0
         weakref.finalize(self, reader.close)
 
@@ -141,8 +143,15 @@ class WorkerAdapters:
                 self._long.put(one.place, held.long_factor)
 
     def _pieces(self, read: ReadModules) -> Generator[bool, None, HostAdapter]:
+        if (template := self._by_form.get(read.form)) is not None and read.memory is not None:
+            return (yield from prepare_alike(template, read.digest, read.memory))
         adapter = yield from arrange_modules(read, self._targets, self._limits)
-        return (yield from self.places.prepare(adapter))
+        held = yield from self.places.prepare(adapter, read.memory)
+        packed, is_known = held.packed, not read.form or read.form in self._by_form
+        if packed is not None and packed.copy_alike is not None and not is_known and len(self._by_form) < MOST_FORMS:
+            self._by_form[read.form] = replace(held, packed=replace(packed, chunks=()))
+            self._reader.know(read.form)
+        return held
 
     def _advance(self, one: _Arranged) -> LoadedAdapter | bool:
         """Computes a piece. Returns whether the next one can be computed now; of the last one its result."""

@@ -5,7 +5,7 @@ A place is its row of the tables, which say where each matrix of its adapter beg
 """
 
 from collections.abc import Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -38,10 +38,13 @@ from blockyard.services.gpu_worker.lora.device.packed_adapter import (
     pack_tokens,
     token_counts,
 )
+from blockyard.services.gpu_worker.lora.device.packed_form import AdapterForm, PackedChunk, find_form
 from blockyard.services.gpu_worker.lora.device.place_sizes import TokenSizes, has_place, largest_counts, place_layout
+from blockyard.services.gpu_worker.lora.file_memory import FileMemory
 from blockyard.services.gpu_worker.lora.module_tensors import EXPERTS
 from blockyard.services.gpu_worker.lora.places import HostAdapter
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
+from blockyard.services.gpu_worker.lora.reader_client import reader_threads
 from blockyard.services.gpu_worker.lora.targets import Delta, adapted_layers, layer_shares
 from blockyard.services.gpu_worker.lora.token_rows import EmbeddingDelta, TokenDeltas
 from blockyard.services.gpu_worker.models.interface import Model
@@ -87,6 +90,7 @@ class DevicePlaces:
             tile_rows = partial(kernels.tile_rows, num_places=num_places, batch_invariant=self._batch_invariant)
             self._rows.tile_rows = tile_rows
         self._copier = ThreadPoolExecutor(1, "adapters")  # to pinned memory, while steps go on
+        self._copy_helpers = ThreadPoolExecutor(reader_threads(), "adapter copies")  # of one adapter
         self._copies = link.stream()
         self._copied = self._copies.event()
         self._adapt_layers(limits.max_rank)
@@ -97,9 +101,13 @@ class DevicePlaces:
     def size_bytes(self) -> int:
         return self._memory.nbytes
 
-    def prepare(self, adapter: HostAdapter) -> Generator[bool, None, HostAdapter]:
+    def prepare(self, adapter: HostAdapter, memory: FileMemory | None = None) -> Generator[bool, None, HostAdapter]:
         """Moves all matrices to memory from which the device copies while the host goes on, and takes them out of the
-        adapter. Raises AdapterError for what has no room in a place."""
+        adapter. Raises AdapterError for what has no room in a place.
+
+        memory: that it was read into, if others of its form are to be copied by `PackedAdapter.copy_alike`; it is
+        closed.
+        """
         tokens = adapter.tokens or TokenDeltas()
         embedding = tokens.embedding if tokens.embedding is not None and self._embedding is not None else None
         embedding, (head, added) = embedding or EmbeddingDelta(), self._head_rows(tokens)
@@ -128,13 +136,18 @@ class DevicePlaces:
             most = 0 if table is None else table.token_ids.shape[1]
             packed = pack_tokens(own, pair, most, packer, self._link)
             tables.append(None if table is None else packed)
-        copied = self._copier.submit(packer.copy)
+        copied = self._copier.submit(_copy, packer, memory)
         while not copied.done():
             yield False
         num_pages, of_entries = packer.layout.num_pages, entries.on_host(self._link)
-        of_device = PackedAdapter(num_pages, copied.result(), *of_entries, *tables)
+        chunks, form = copied.result()
+        copy_alike = None if form is None or adapter.tokens is not None else partial(self._copy_alike, form)
+        of_device = PackedAdapter(num_pages, chunks, *of_entries, *tables, copy_alike=copy_alike)
         kept = None if adapter.tokens is None else TokenDeltas(num_added=tokens.num_added)
         return replace(adapter, deltas={}, tokens=kept, packed=of_device)
+
+    def _copy_alike(self, form: AdapterForm, memory: FileMemory) -> "Future[list[PackedChunk]]":
+        return self._copier.submit(form.copy, memory, self._link, self._dtype, self._copy_helpers)
 
     @property
     def _tables(self) -> tuple[AdapterTokens | None, ...]:
@@ -239,3 +252,12 @@ class DevicePlaces:
         columns = torch.zeros((self.num_places, COLUMNS), dtype=torch.int64, device=self._device)
         ids = torch.full((self.num_places, most), -1, dtype=torch.int32, device=self._device)
         return AdapterTokens(self._memory, columns, ids)
+
+
+def _copy(packer: AdapterPacker, memory: FileMemory | None) -> tuple[list[PackedChunk], AdapterForm | None]:
+    """Call it in a thread, which gives the memory back, too."""
+    if memory is None:
+        return packer.copy(), None
+    form = find_form(packer.buffers, memory)
+    memory.close()
+    return packer.copy(), form

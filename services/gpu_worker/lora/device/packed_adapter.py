@@ -1,7 +1,8 @@
 """An adapter in host memory from which a device copies, and where its matrices begin."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -11,7 +12,9 @@ from blockyard.kernels.lora.adapter_table import ALIGNED, NO_OFFSET, OFFSETS
 from blockyard.kernels.lora.adapter_tokens import COLUMNS
 from blockyard.services.gpu_worker.host_link import HostLink
 from blockyard.services.gpu_worker.lora.device.adapter_pages import PageLayout, aligned
-from blockyard.services.gpu_worker.lora.targets import Delta
+from blockyard.services.gpu_worker.lora.device.packed_form import PackedChunk, PackedPiece
+from blockyard.services.gpu_worker.lora.file_memory import FileMemory
+from blockyard.services.gpu_worker.lora.targets import Delta, RowOrder
 
 CHUNK_BYTES = 8 << 20  # pinned at once: pinning takes about as long as copying, and no step is launched meanwhile
 TOKEN_ADDRESSES = [1, 3, 4]  # of the columns of `AdapterTokens`
@@ -32,14 +35,6 @@ class PackedTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedChunk:
-    """Some of an adapter's elements, all of one page."""
-
-    first: int
-    values: Tensor  # [elements]
-
-
-@dataclass(frozen=True, slots=True)
 class PackedAdapter:
     """The matrices of an adapter as they lie in its pages, and its rows of the tables. All tensors are the host's.
 
@@ -54,6 +49,9 @@ class PackedAdapter:
     embedding: PackedTokens | None  # None: places have no rows of tokens
     head: PackedTokens | None
     added: PackedTokens | None  # of the head, for tokens that it adds
+    # begins to copy another adapter of the same form out of the memory that it was read into; None: its form says too
+    # little
+    copy_alike: Callable[[FileMemory], "Future[list[PackedChunk]]"] | None = field(default=None, kw_only=True)
 
     @property
     def size_bytes(self) -> int:
@@ -70,13 +68,14 @@ class AdapterPacker:
     def __init__(self, link: HostLink, dtype: torch.dtype, page_size: int) -> None:
         self.layout = PageLayout(page_size)
         self._link, self._dtype, self._buffer_size = link, dtype, CHUNK_BYTES // dtype.itemsize
-        self._pieces: list[tuple[int, list[Tensor]]] = []  # of each chunk, with its first element
+        # of each buffer its chunks, one behind the other: the first element, and pieces of matrices
+        self.buffers: list[list[tuple[int, list[PackedPiece]]]] = []
         self._end = 0
         self._room = 0  # of the last buffer
         self._gap = torch.zeros(ALIGNED, dtype=dtype)
 
-    def add(self, tensor: Tensor) -> int:
-        """Puts a tensor behind the others. Returns its first element."""
+    def add(self, tensor: Tensor, order: RowOrder | None = None) -> int:
+        """Puts a tensor behind the others. Returns its first element. order: that its rows were brought into."""
         count = tensor.numel()
         first = self.layout.add(count)
         begins = first != self._end or first % self.layout.page_size == 0
@@ -84,24 +83,26 @@ class AdapterPacker:
         for part in (tensor.flatten(), self._gap[: aligned(count) - count]):
             done = 0
             while done < len(part):
-                if begins or not self._room:
-                    self._pieces.append((self._end, []))
-                    self._room, begins = self._room or self._buffer_size, False
+                if not self._room:
+                    self.buffers.append([])
+                    self._room, begins = self._buffer_size, True
+                if begins:
+                    self.buffers[-1].append((self._end, []))
+                    begins = False
                 step = min(len(part) - done, self._room)
-                self._pieces[-1][1].append(part[done : done + step])
+                self.buffers[-1][-1][1].append(PackedPiece(part[done : done + step], order, done))
                 done, self._end, self._room = done + step, self._end + step, self._room - step
         return first
 
     def copy(self) -> list[PackedChunk]:
         """Returns the chunks, once all tensors are there."""
-        counts = [sum(map(len, pieces)) for _, pieces in self._pieces]
-        chunks, left, room = list[PackedChunk](), sum(counts), torch.empty(0)  # of a buffer
-        for (first, pieces), count in zip(self._pieces, counts, strict=True):
-            if not len(room):
-                room = self._link.host_tensor((min(left, self._buffer_size),), self._dtype)
-            chunks.append(PackedChunk(first, torch.cat(pieces, out=room[:count])))
-            left, room = left - count, room[count:]
-            pieces.clear()
+        chunks = list[PackedChunk]()
+        for buffer in self.buffers:
+            counts = [sum(len(one.values) for one in pieces) for _, pieces in buffer]
+            parts = torch.split(self._link.host_tensor((sum(counts),), self._dtype), counts)
+            for (first, pieces), values in zip(buffer, parts, strict=True):
+                chunks.append(PackedChunk(first, torch.cat([one.values for one in pieces], out=values)))
+                pieces.clear()
         return chunks
 
 
@@ -119,7 +120,10 @@ class PackedEntries:
         for entry, (b, bias) in enumerate(_of_parts(delta, sizes), first):
             self._ranks[entry] = delta.rank
             self._own_ranks[entry] = delta.own_start, 0 if delta.a is None else len(delta.a)
-            self._offsets[entry] = a, *(NO_OFFSET if one is None else packer.add(one) for one in (b, bias))
+            order = delta.order if b is not None and len(b) == delta.size else None
+            self._offsets[entry, 0] = a
+            self._offsets[entry, 1] = NO_OFFSET if b is None else packer.add(b, order)
+            self._offsets[entry, 2] = NO_OFFSET if bias is None else packer.add(bias)
 
     def on_host(self, link: HostLink) -> tuple[Tensor, Tensor, Tensor]:
         return on_host(self._offsets, link), on_host(self._ranks, link), on_host(self._own_ranks, link)

@@ -1,5 +1,6 @@
 """Files of weights in the memory that a reader shares with its worker."""
 
+import itertools
 import os
 from pathlib import Path
 
@@ -8,10 +9,11 @@ import torch
 from safetensors.torch import load, save_file
 
 from blockyard.services.gpu_worker.lora import file_memory
-from blockyard.services.gpu_worker.lora.file_memory import FileMemory
+from blockyard.services.gpu_worker.lora.file_memory import FileMemory, MemoryPool, file_pieces
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, read_modules
 from blockyard.services.gpu_worker.lora.reader_frames import store_modules
 from blockyard.shared.errors import AdapterError
+from blockyard.shared.lora.adapter_folder import HeaderTensor
 
 
 @pytest.fixture(autouse=True)
@@ -86,3 +88,45 @@ def test_matrices_in_the_type_of_products_are_used_where_they_were_read(
         [place] = [one for one in places.tensors if one.field == field]
         found = torch.frombuffer(bytearray(content), dtype=dtype, count=tensor.numel(), offset=place.start)
         assert torch.equal(found.view(tensor.shape), tensor)
+
+
+def test_numbers_that_the_scale_makes_too_large_are_refused(tmp_path: Path) -> None:
+    a, b = torch.ones(2, 4, dtype=torch.float16), torch.full((6, 2), 60000.0, dtype=torch.float16)
+    save_file({"x.q_proj.lora_A.weight": a, "x.q_proj.lora_B.weight": b}, tmp_path / "adapter_model.safetensors")
+    config = '{"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}'
+    (tmp_path / "adapter_config.json").write_text(config)
+    with pytest.raises(AdapterError, match=r"the matrices of x\.q_proj are too large for float16"):
+        read_modules(tmp_path, AdapterLimits(dtype=torch.float16))
+
+
+@pytest.mark.parametrize("most", [120, 1000])
+def test_pieces_are_a_whole_file_and_have_whole_tensors(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_memory, "MOST_PIECE_BYTES", most)
+    ends = [0, 12, 12, 60, 150, 155, 400, 420]
+    entries = {f"{i}": HeaderTensor("F32", [1], span) for i, span in enumerate(itertools.pairwise(ends))}
+    entries["elsewhere"] = HeaderTensor("F32", [1], (430, 500))
+    found = file_pieces(entries, 10, 460)
+    assert [piece.end for piece in found] == [*(piece.start for piece in found[1:]), 460] and found[0].start == 10
+    told = [int(name) for piece in found for name, _ in piece.tensors]
+    assert told == [i for i, size in enumerate(b - a for a, b in itertools.pairwise(ends)) if 0 < size <= most]
+    for piece in found:
+        assert all(piece.start - 10 <= one.data_offsets[0] <= piece.end - 10 for _, one in piece.tensors)
+
+
+def test_memory_is_read_into_again(file: Path, tmp_path: Path) -> None:
+    """For a file of the same size, once the worker has copied it."""
+    pool, size = MemoryPool(), file.stat().st_size
+    memory = pool.take(size)
+    memory.copy_safetensors(file, 1)
+    memory.append(torch.ones(100))
+    descriptor = pool.lend(memory)
+    assert pool.take(size) is not memory
+    pool.end_loan(descriptor, is_copied=True)
+    assert pool.take(size + 1) is not memory and pool.take(size) is memory and pool.take(size) is not memory
+    save_file({"a": -torch.arange(130.0), "b": torch.arange(7.0)}, tmp_path / "other")
+    digest = memory.copy_safetensors(tmp_path / "other", 2)
+    assert digest == FileMemory().copy_safetensors(tmp_path / "other", 1)
+    assert torch.equal(load(os.pread(memory.descriptor, 10 * size, 0))["a"], -torch.arange(130.0))
+    pool.lend(memory)
+    pool.end_loan(descriptor, is_copied=False)
+    assert pool.take(size) is not memory
