@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 
 import fake_grammar_engine
@@ -101,6 +102,10 @@ def test_killing_the_matcher_processes_changes_no_text(
                 os.kill(pid, signal.SIGKILL)
         loop.step()
     assert loop.outputs == expected
+    deadline = time.monotonic() + 10  # masks may all be made before the last one is seen to have ended
+    while matchers.count(Stats()).matcher_restarts_total - before < 2 * num_processes:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     assert matchers.num_restarts - before == 2 * num_processes
     assert matchers.num_waits > 0
 
