@@ -58,7 +58,7 @@ ALONE := $(addprefix integration/,failures/test_freezes.py failures/test_broken_
 	$(addprefix services/bench/,test_suite.py parallel/test_measures.py prefill_decode/test_measures.py)
 OTHERS := $(addprefix --ignore=tests/,integration $(COMPUTING) $(ALONE))
 RINGS := $(filter-out %__pycache__/,$(wildcard tests/integration/*/ tests/integration/test_*.py)) $(ALONE:%=--ignore=tests/%)
-# Tests of whole rings that fail beside others, whose rings take their cores, must pass by themselves.
+# Tests that fail beside others, which take their cores, must pass by themselves.
 LATE := --last-failed --last-failed-no-failures none -rfEp
 pytest: test-ready
 ifdef ARGS
@@ -69,10 +69,11 @@ pytest:
 	@log=$$(mktemp); setsid $(IDLE) $(RUN) -m pytest $(SLOWEST) --timeout=1200 -p no:cacheprovider -n 2 $(BY_FILE) \
 		$(COMPUTING:%=tests/%) >$$log 2>&1 & computing=$$!; \
 	trap 'kill $$computing' INT TERM; \
-	$(RUN) -m pytest $(SLOWEST) -n 3 $(BY_FILE) $(OTHERS) && $(RUN) -m pytest $(SLOWEST) $(ALONE:%=tests/%); others=$$?; \
-	test $$others = 0 && $(RUN) -m pytest $(SLOWEST) -n 4 $(BY_FILE) $(RINGS); rings=$$?; \
-	wait $$computing; computing=$$?; cat $$log; rm $$log; test $$others = 0 -a $$computing = 0 && \
-	{ test $$rings = 0 || { $(RUN) -m pytest $(SLOWEST) $(LATE) $(RINGS) && echo "late beside other rings, in time by themselves: the tests above"; }; }
+	$(RUN) -m pytest $(SLOWEST) -n 3 $(BY_FILE) $(OTHERS); others=$$?; \
+	$(RUN) -m pytest $(SLOWEST) $(ALONE:%=tests/%); alone=$$?; \
+	test $$alone = 0 && $(RUN) -m pytest $(SLOWEST) -n 4 $(BY_FILE) $(RINGS); rings=$$?; \
+	wait $$computing; computing=$$?; cat $$log; rm $$log; test $$alone = 0 -a $$computing = 0 && \
+	{ test $$others = 0 -a $$rings = 0 || { $(RUN) -m pytest $(SLOWEST) $(LATE) tests && echo "late beside others, in time by themselves: the tests above"; }; }
 endif
 
 # What needs a GPU, on a machine that has one (with its own torch and Triton: NO_INSTALL=1 PYTHON=python3). `make test` has
