@@ -103,7 +103,7 @@ def add_tile(
 
 
 @triton.jit
-def add_slab(
+def add_tiles(
     h, out_rows, bias_ptr, b_ptr, weights_ptr, rows, is_row, ranks, rank, has_bias, begin, end,
     OUTPUTS: tl.constexpr, STAGES: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
@@ -112,6 +112,24 @@ def add_slab(
         cols = start + tl.arange(0, OUTPUTS)
         b, out = load_pitched(b_ptr, cols, end, ranks, rank), load_out(out_rows, is_row, cols, end)
         add_tile(out, h, b, out_rows, bias_ptr, weights_ptr, rows, is_row, has_bias, cols, end, WEIGHTS)
+
+
+@triton.jit
+def add_slab(
+    h, out_rows, bias_ptr, b_ptr, weights_ptr, rows, is_row, ranks, rank, has_bias, begin, end,
+    OUTPUTS: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr, WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    """As `add_tiles`, with wide loads if WIDE divides the rank, and tile by tile otherwise."""
+    if rank % WIDE == 0:
+        add_tiles(
+            h, out_rows, bias_ptr, b_ptr, weights_ptr, rows, is_row, ranks, rank // WIDE * WIDE, has_bias, begin, end,
+            OUTPUTS, STAGES, WEIGHTS,
+        )  # fmt: skip
+    else:
+        add_tiles(
+            h, out_rows, bias_ptr, b_ptr, weights_ptr, rows, is_row, ranks, rank, has_bias, begin, end,
+            OUTPUTS, 1, WEIGHTS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -134,62 +152,26 @@ def add_rows(
             cols, ranks = begin + tl.arange(0, OUTPUTS), tl.arange(0, RANKS)
             out = load_out(out_rows, is_row, cols, end)
             h = load_h(
-                h_ptr,
-                squares_ptr,
-                rows,
-                ranks,
-                rank,
-                splits,
-                h_row,
-                num_rows,
-                inputs,
-                eps,
-                SPLITS,
-                ALL_SPLITS,
-                ALIGNED,
-                NORM,
-            )
+                h_ptr, squares_ptr, rows, ranks, rank, splits, h_row, num_rows, inputs, eps,
+                SPLITS, ALL_SPLITS, ALIGNED, NORM,
+            )  # fmt: skip
             add_tile(out, h, b, out_rows, bias_ptr, weights_ptr, rows, is_row, has_bias, cols, end, WEIGHTS)
-            if rank % WIDE == 0:
-                add_slab(
-                    h.to(b.dtype), out_rows, bias_ptr, b_ptr, weights_ptr, rows, is_row, ranks, rank // WIDE * WIDE,
-                    has_bias, begin + OUTPUTS, end, OUTPUTS, STAGES, WEIGHTS,
-                )  # fmt: skip
-            else:
-                add_slab(
-                    h.to(b.dtype), out_rows, bias_ptr, b_ptr, weights_ptr, rows, is_row, ranks, rank, has_bias,
-                    begin + OUTPUTS, end, OUTPUTS, 1, WEIGHTS,
-                )  # fmt: skip
+            add_slab(
+                h.to(b.dtype), out_rows, bias_ptr, b_ptr, weights_ptr, rows, is_row, ranks, rank, has_bias,
+                begin + OUTPUTS, end, OUTPUTS, WIDE, STAGES, WEIGHTS,
+            )  # fmt: skip
         elif MANY:
             FEWER: tl.constexpr = OUTPUTS * RANKS // MANY  # as large tiles of B
             for first in range(0, rank, MANY):
                 ranks = first + tl.arange(0, MANY)
                 h = load_h(
-                    h_ptr,
-                    squares_ptr,
-                    rows,
-                    ranks,
-                    rank,
-                    splits,
-                    h_row,
-                    num_rows,
-                    inputs,
-                    eps,
-                    SPLITS,
-                    ALL_SPLITS,
-                    ALIGNED,
-                    NORM,
-                ).to(b.dtype)
-                if rank % WIDE == 0:
-                    add_slab(
-                        h, out_rows, bias_ptr, b_ptr, weights_ptr, rows, is_row, ranks, rank // WIDE * WIDE, has_bias,
-                        begin, end, FEWER, STAGES, WEIGHTS,
-                    )  # fmt: skip
-                else:
-                    add_slab(
-                        h, out_rows, bias_ptr, b_ptr, weights_ptr, rows, is_row, ranks, rank, has_bias, begin, end,
-                        FEWER, 1, WEIGHTS,
-                    )  # fmt: skip
+                    h_ptr, squares_ptr, rows, ranks, rank, splits, h_row, num_rows, inputs, eps,
+                    SPLITS, ALL_SPLITS, ALIGNED, NORM,
+                ).to(b.dtype)  # fmt: skip
+                add_slab(
+                    h, out_rows, bias_ptr, b_ptr, weights_ptr, rows, is_row, ranks, rank, has_bias, begin, end,
+                    FEWER, WIDE, STAGES, WEIGHTS,
+                )  # fmt: skip
                 has_bias = False
                 tl.debug_barrier()  # threads may read outputs that others have written for the piece before
 
