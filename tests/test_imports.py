@@ -98,6 +98,7 @@ LAYERS["shared"] = (
     "architectures",
     "charts",
     "percentiles",
+    "measured_file",
     "progress_bars",
     "token_ids",
     "json_objects",

@@ -3,7 +3,6 @@
 These are functions of numbers, without torch. `tuner` measures the candidates.
 """
 
-import logging
 import math
 import os
 import re
@@ -14,12 +13,12 @@ from typing import Literal, TypeVar
 import msgspec
 
 from blockyard.services.gpu_worker.layers.moe.expert_configs import ExpertConfig, ExpertShape
-
-log = logging.getLogger(__name__)
+from blockyard.shared.measured_file import read_measured, write_measured
 
 Config = TypeVar("Config", bound=msgspec.Struct)
 Tiles = TypeVar("Tiles")
 
+MEASURED = "linear layers"
 CACHE_VERSION = 12  # of the candidates and fields below; a cache file of another version is ignored
 MARGIN = 0.98  # a kernel replaces the default one below this share of its time; a smaller gain is noise
 REFINE_MARGIN = 0.997  # a change of one shape is kept below this share of the excerpt's time
@@ -255,27 +254,13 @@ def cache_path(
 
 def read_cache(path: Path) -> list[TunedConfig]:
     """Reads the cache file. Empty if it is missing, unreadable or of another CACHE_VERSION."""
-    try:
-        measured = msgspec.json.decode(path.read_bytes(), type=TunedConfigFile)
-    except FileNotFoundError:
-        return []
-    except (OSError, msgspec.MsgspecError) as e:
-        log.warning("%s cannot be used, linear layers are measured anew: %s", path, e)
-        return []
-    return measured.entries if measured.version == CACHE_VERSION else []
+    found = read_measured(path, TunedConfigFile, MEASURED)
+    return found.entries if found is not None and found.version == CACHE_VERSION else []
 
 
 def write_cache(path: Path, entries: Sequence[TunedConfig]) -> None:
     """Replaces the cache file atomically. If the folder is not writable, the next start measures again."""
-    whole = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        whole.write_bytes(
-            msgspec.json.format(msgspec.json.encode(TunedConfigFile(CACHE_VERSION, list(entries))), indent=1)
-        )
-        whole.replace(path)
-    except OSError as e:
-        log.warning("%s cannot be written, the next start measures linear layers again: %s", path, e)
+    write_measured(path, TunedConfigFile(CACHE_VERSION, list(entries)), MEASURED)
 
 
 def merge(old: Sequence[TunedConfig], new: Sequence[TunedConfig]) -> list[TunedConfig]:

@@ -1,15 +1,13 @@
 """The file of measured tables of sums over ranks: a later start installs them without a measurement. No torch."""
 
-import logging
-import os
 from pathlib import Path
 
 import msgspec
 
 from blockyard.services.gpu_worker.parallel.sums.sum_table import SIZES, SumTable, SumWay
+from blockyard.shared.measured_file import read_measured, write_measured
 
-log = logging.getLogger(__name__)
-
+MEASURED = "sums of ranks"
 VERSION = 1  # of the kernels of sums, of what is measured and of the fields below; other files are measured anew
 
 
@@ -58,20 +56,8 @@ class SumCache:
         """Replaces the file atomically. If the folder is not writable, the next start measures again."""
         added = SumEntry(key, list(table.sizes), list(table.alone), list(table.with_norm))
         entries = [*(entry for entry in self._read() if entry.key != key), added]
-        whole = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            whole.write_bytes(msgspec.json.format(msgspec.json.encode(SumFile(VERSION, entries)), indent=1))
-            whole.replace(self._path)
-        except OSError as e:
-            log.warning("%s cannot be written, the next start measures sums of ranks again: %s", self._path, e)
+        write_measured(self._path, SumFile(VERSION, entries), MEASURED)
 
     def _read(self) -> list[SumEntry]:
-        try:
-            found = msgspec.json.decode(self._path.read_bytes(), type=SumFile)
-        except FileNotFoundError:
-            return []
-        except (OSError, msgspec.MsgspecError) as e:
-            log.warning("%s cannot be used, sums of ranks are measured anew: %s", self._path, e)
-            return []
-        return found.entries if found.version == VERSION else []
+        found = read_measured(self._path, SumFile, MEASURED)
+        return found.entries if found is not None and found.version == VERSION else []
