@@ -4,7 +4,8 @@ The weight is the left operand of products of warp groups (wgmma), in registers,
 (https://github.com/vllm-project/vllm/tree/main/csrc/quantization/machete), without its order of codes. One warp copies
 codes, scales and rows to shared memory by TMA, some blocks ahead. Two or four warp groups share a program's outputs. A
 thread makes numbers of the codes that it has in the left operand and multiplies them by their scale, in the dtype of
-the rows (`left_operand`), while tensor cores multiply: other outputs of its warp group, and those of other groups.
+the rows (`left_operand`), while tensor cores multiply: other outputs of its warp group, and those of other groups. With
+few rows there are fewer sums than weights, and it is the sums of a block that are multiplied, in float32.
 
 The work is divided as `layers.linear_stream_k` says. Of a tile with several programs each of them adds the partial sums
 of some outputs, in the order of programs: one alone would read for longer than it multiplied. So they wait for each
@@ -29,7 +30,7 @@ from blockyard.kernels.int_math import ceil_div
 from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace, fits
 from blockyard.kernels.programmatic_launch import pdl_options
 from blockyard.kernels.quantized.block_weights import BLOCK, BlockWeights
-from blockyard.kernels.quantized.left_operand import left_operands
+from blockyard.kernels.quantized.left_operand import left_operands, of_group
 from blockyard.kernels.quantized.unpack_assembly import unpack_assembly
 
 HALF = 64  # bytes of the codes of one output in a block, and inputs of each half
@@ -37,6 +38,7 @@ OUT_TILE = 256  # outputs of a program
 GROUP_WARPS = 4  # of a warp group
 ALIGNMENT = 16  # outputs: scales of one byte are copied in runs of 16 bytes
 PIECE = gl.constexpr(16)  # outputs of a tile whose partial sums one program adds at a time
+SCALED_SUMS = gl.constexpr(32)  # rows of a tile, up to which sums are multiplied by scales
 # by warps that multiply: registers of a thread at first, of those that multiply, and of those that copy
 REGISTERS = {8: (168, 232, 40), 16: (96, 112, 32)}
 
@@ -136,9 +138,40 @@ def _load_partition(
 
 
 @gluon.jit
-def _product(low, high, x, at, total):
-    total = warpgroup_mma(low, x.index(2 * at).permute((1, 0)), total, is_async=True)
+def _product(low, high, x, at, total, ADD: gl.constexpr):
+    """Of a block, added to the total if ADD."""
+    total = warpgroup_mma(low, x.index(2 * at).permute((1, 0)), total, use_acc=ADD, is_async=True)
     return warpgroup_mma(high, x.index(2 * at + 1).permute((1, 0)), total, is_async=True)
+
+
+@gluon.jit
+def _add_block(
+    totals, x, codes, scales, zeros, stage,
+    START: gl.constexpr, C: gl.constexpr, OUT_TILE: gl.constexpr, ROW_TILE: gl.constexpr, GROUP: gl.constexpr,
+    SCALES: gl.constexpr, E8M0: gl.constexpr, EXACT: gl.constexpr, ZEROS: gl.constexpr, WHOLE: gl.constexpr,
+    DTYPE: gl.constexpr, ASM: gl.constexpr,
+):  # fmt: skip
+    """Adds the products of a stage to each [64, ROW_TILE] of the outputs from START on."""
+    SUMS: gl.constexpr = SCALES and GROUP % 128 == 0 and ROW_TILE <= SCALED_SUMS
+    running = ()
+    for i in gl.static_range(len(totals)):
+        low, high = left_operands(
+            codes, scales, zeros, START + 64 * i, C, OUT_TILE, GROUP, SCALES and not SUMS, E8M0, EXACT, ZEROS, WHOLE,
+            DTYPE, ASM,
+        )  # fmt: skip
+        running = running + (_product(low, high, x, stage, totals[i], not SUMS),)  # type: ignore[assignment]  # noqa: RUF005
+    if len(totals) == 1:  # noqa: SIM108, only one branch is compiled
+        sums = (warpgroup_mma_wait(0, running),)
+    else:
+        sums = warpgroup_mma_wait(0, running)
+    if SUMS:
+        added = ()
+        for i in gl.static_range(len(totals)):
+            scale = of_group(scales, START + 64 * i, 0, OUT_TILE, C, E8M0)
+            added = added + (totals[i] + sums[i] * scale,)  # type: ignore[assignment]  # noqa: RUF005
+        return added
+    else:  # noqa: RET505, only one branch is compiled
+        return sums
 
 
 @gluon.jit
@@ -257,17 +290,10 @@ def _multiply_partition(
             totals = totals + (gl.zeros([64, ROW_TILE], gl.float32, C),)  # type: ignore[assignment]  # noqa: RUF005
         for _ in range(count):
             mbarrier.wait(full.index(stage), phase)
-            running = ()
-            for i in gl.static_range(PRODUCTS):
-                low, high = left_operands(
-                    codes.index(stage), scales.index(stage), zeros.index(stage), START + 64 * i, C, OUT_TILE, GROUP,
-                    SCALES, E8M0, EXACT, ZEROS, WHOLE, DTYPE, ASM,
-                )  # fmt: skip
-                running = running + (_product(low, high, x, stage, totals[i]),)  # type: ignore[assignment]  # noqa: RUF005
-            if PRODUCTS == 1:  # noqa: SIM108, only one branch is compiled
-                totals = (warpgroup_mma_wait(0, running),)  # type: ignore[assignment]
-            else:
-                totals = warpgroup_mma_wait(0, running)
+            totals = _add_block(
+                totals, x, codes.index(stage), scales.index(stage), zeros.index(stage), stage, OUT_TILE // PARTS * PART,
+                C, OUT_TILE, ROW_TILE, GROUP, SCALES, E8M0, EXACT, ZEROS, WHOLE, DTYPE, ASM,
+            )  # fmt: skip
             mbarrier.arrive(empty.index(stage))
             stage += 1
             if stage == STAGES:
@@ -445,10 +471,9 @@ def linear_blocks_wgmma(
     if tiles * steps * programs >= 1 << 31:
         raise ValueError(f"{tiles} tiles of {steps} steps are too many for {programs} programs")
     parts = tiling.warps // GROUP_WARPS
-    if 2 * parts * programs > workspace.arrived.numel() or 2 * programs > workspace.programs(tiling):
-        raise ValueError(
-            f"a workspace for {workspace.programs(tiling)} tiles is too small for two of {programs} programs"
-        )
+    room = min(workspace.arrived.numel() // parts, workspace.programs(tiling))
+    if programs != tiles and 2 * programs > room:
+        raise ValueError(f"a workspace for {room} tiles is too small for two of {programs} programs")
     codes, scales, zeros, row_scales = weights.codes, weights.scales, weights.zeros, weights.row_scales
     codes_desc = TensorDescriptor.from_tensor(codes.view(-1, HALF), [OUT_TILE, HALF], gl.NVMMASharedLayout(HALF, 8))
     groups = 1 if group % BLOCK == 0 else BLOCK // group  # of a block
