@@ -131,3 +131,23 @@ for form in ("int4 g128", "int4 g64 uint8 zeros", "int4 rows", "nf4 g64", "nvfp4
 def test_kernels_compile_for_an_h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "support"))
     assert len(shared_bytes(COMPILED, tmp_path)) == 6
+
+
+EMULATED = """
+from blockyard.kernels.quantized.block_weights import to_blocks
+from blockyard.kernels.quantized.linear_blocks import linear_blocks_reference
+from blockyard.kernels.quantized.linear_blocks_mma import linear_blocks_mma
+from packed_experts import draw
+from ptx.launches import emulate_launches
+emulate_launches()
+torch.manual_seed(1)
+for form in ("nf4 g64", "int4 g64 uint8 zeros"):
+    weights, x = to_blocks(draw(form, 1, 16, 512, "cpu")), torch.randn(3, 512, dtype=torch.bfloat16)
+    got = linear_blocks_mma(x, weights, None, out_tile=16, warps=4, ahead=1, pdl=False).double()
+    want = linear_blocks_reference(x, weights)
+    assert float((got - want).norm() / want.norm()) < 1e-2
+"""
+
+
+def test_a_table_and_zeros_as_compiled_for_an_h100(tmp_path: Path) -> None:
+    assert len(shared_bytes(EMULATED, tmp_path)) == 2
