@@ -59,8 +59,9 @@ def choose_pooling(
     _check_overrides(overrides, num_outputs, vocab_size)
     found = _of_folder(default, hidden_size, modules, normalizes=num_outputs is None)
     if overrides.mode is not None:
-        dense = () if overrides.mode.is_of_tokens else found.dense
-        if dense and len(found.modes) > 1:
+        joins = len(found.modes) > 1
+        dense = () if overrides.mode.is_of_tokens and joins else found.dense
+        if dense and joins:
             raise ConfigError(
                 f"{FLAG}: pooling_type {overrides.mode.name} makes {hidden_size} numbers, and the dense layer of the "
                 f"folder reads {dense[0].in_features}"

@@ -45,6 +45,22 @@ def test_dense_layers_behind_another_pooling(tmp_path: Path) -> None:
     assert "pooling: MEAN (--override-pooler-config)" in (tmp_path / "log").read_text()
 
 
+def test_dense_layers_behind_the_rows_of_tokens(tmp_path: Path) -> None:
+    """Each row goes through them, by the flag as by a request."""
+    torch.manual_seed(2)
+    theirs = save_sentence_folder(tmp_path / "m", Pooling(32, "mean"), Dense(32, 20), Normalize())
+    [rows] = theirs.encode(TEXTS[:1], output_value="token_embeddings")
+    with torch.no_grad():
+        expected = torch.nn.functional.normalize(theirs[2]({"sentence_embedding": rows})["sentence_embedding"], dim=-1)
+    with pooling_ring(tmp_path / "m", log=tmp_path / "log") as ring:
+        asked = ring.vectors(TEXTS[:1], params=PoolingParams(pooling_type="ALL"))[0]
+    flags = ("--override-pooler-config", '{"pooling_type": "ALL"}')
+    with pooling_ring(tmp_path / "m", *flags, log=tmp_path / "log") as ring:
+        assert ring.pooling.width == 20
+        for found in (asked, ring.vectors(TEXTS[:1])[0]):
+            np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
+
+
 def test_a_folder_with_a_logit_score(tmp_path: Path) -> None:
     """The rows of two tokens of the head are a classifier; the function of its logit is applied once."""
     torch.manual_seed(3)

@@ -63,7 +63,10 @@ def test_the_flag_goes_before_the_folder() -> None:
     assert (found.modes, found.dense, found.normalize) == ((PoolingMode.CLS,), (DENSE,), True)
     assert found.source == "--override-pooler-config"
     tokens = choose_pooling(PoolingMode.LAST, 8, _folder(DENSE), read_overrides({"pooling_type": "ALL"}))
-    assert (tokens.dense, tokens.width) == ((), 8)
+    assert (tokens.dense, tokens.width) == ((DENSE,), 4)
+    joined = _folder(DENSE, pooling=PoolingModule(modes=(PoolingMode.MEAN, PoolingMode.CLS), width=4))
+    tokens = choose_pooling(PoolingMode.LAST, 4, joined, read_overrides({"pooling_type": "ALL"}))
+    assert (tokens.dense, tokens.width) == ((), 4)
 
 
 def test_steps() -> None:
