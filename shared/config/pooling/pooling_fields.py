@@ -115,6 +115,7 @@ def _check(values: Values, model: Checkpoint, task: str, config: dict[str, Any])
     if modules is not None and modules.logit_score is not None:
         modules = None
     outputs = num_outputs(task, kind, config)
+    sentences = read_settings(model.path, modules.transformer_folder if modules is not None else "")
     choice = choose_pooling(
         default_pooling(kind, has_kv=has_kv(config), config=config),
         hidden_size(config),
@@ -122,8 +123,8 @@ def _check(values: Values, model: Checkpoint, task: str, config: dict[str, Any])
         read_overrides(values.maybe("override-pooler-config", dict) or {}),
         num_outputs=outputs,
         vocab_size=config.get("vocab_size"),
+        truncate_dim=sentences.truncate_dim,
     )
-    read_settings(model.path, modules.transformer_folder if modules is not None else "")
     settle_activation(task, kind, config, outputs or 1, model.path, choice.softmax)
 
 

@@ -44,6 +44,7 @@ class SentenceSettings(msgspec.Struct, frozen=True, kw_only=True):
     default_prompt_name: str | None = None
     similarity: Similarity = Similarity.COSINE
     activation_fn: str | None = None  # a path of Python, that a CrossEncoder applies to logits
+    truncate_dim: int | None = None  # numbers that are kept of a vector; None: all
 
 
 class _LengthFile(msgspec.Struct, frozen=True):
@@ -60,6 +61,7 @@ class _SettingsFile(msgspec.Struct, frozen=True):
     default_prompt_name: str | None = None
     similarity_fn_name: Similarity | None = None
     activation_fn: str | None = None
+    truncate_dim: int | None = None
 
 
 def read_settings(folder: Path, transformer_folder: str = "") -> SentenceSettings:
@@ -75,6 +77,8 @@ def read_settings(folder: Path, transformer_folder: str = "") -> SentenceSetting
         raise ConfigError(
             f"{folder / SETTINGS_FILE}: default_prompt_name {default!r} is not the name of a prompt: {named}"
         )
+    if settings.truncate_dim is not None and settings.truncate_dim < 1:
+        raise ConfigError(f"{folder / SETTINGS_FILE}: truncate_dim {settings.truncate_dim} is not a width")
     base = folder / transformer_folder
     path = next((path for name in LENGTH_FILES if (path := base / name).is_file()), base / LENGTH_FILES[0])
     length = _read(path, _LengthFile)
@@ -88,6 +92,7 @@ def read_settings(folder: Path, transformer_folder: str = "") -> SentenceSetting
         default_prompt_name=default,
         similarity=settings.similarity_fn_name or Similarity.COSINE,
         activation_fn=settings.activation_fn,
+        truncate_dim=settings.truncate_dim,
     )
 
 

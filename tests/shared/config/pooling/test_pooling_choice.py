@@ -69,6 +69,15 @@ def test_the_flag_goes_before_the_folder() -> None:
     assert (tokens.dense, tokens.width) == ((), 4)
 
 
+def test_a_folder_that_cuts_vectors() -> None:
+    found = choose_pooling(PoolingMode.LAST, 8, _folder(NormalizeModule()), NOTHING, truncate_dim=3)
+    assert (found.width, found.truncate_dim) == (3, 3)
+    assert found.describe() == "pooling: MEAN (modules.json), 3 numbers (truncate_dim), normalized before the cut"
+    for width, outputs in ((9, None), (1, 2)):  # it is as wide as the vector, or of another output
+        found = choose_pooling(PoolingMode.LAST, 8, None, NOTHING, num_outputs=outputs, truncate_dim=width)
+        assert (found.width, found.truncate_dim) == (outputs or 8, None)
+
+
 def test_steps() -> None:
     given = read_overrides({"pooling_type": "STEP", "step_tag_id": 7, "returned_token_ids": [3, 4], "softmax": True})
     found = choose_pooling(PoolingMode.ALL, 8, None, given, num_outputs=5)
