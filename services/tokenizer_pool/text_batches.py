@@ -89,12 +89,15 @@ class TextBatches:
             self._tokenizer.no_truncation()
 
     def _rendered(self, template: PairTemplate, request: TokenizeTexts, wanted: Sequence[int]) -> list[Encoding]:
-        """Encodes rendered pairs. Templates have special tokens. If a pair is too long, the document is cut."""
+        """Encodes rendered pairs. Templates have special tokens. If a pair is too long, the document is cut.
+
+        The model's prompt is the instruction of a request without one, as in sentence-transformers.
+        """
+        instruction = request.prompt or None if request.instruction is None else request.instruction
         queries = self._cut_texts([request.texts[i] for i in wanted], request.max_first_tokens)
         documents = self._cut_texts([request.seconds[i] for i in wanted], request.max_second_tokens)
         texts = [
-            template.render(query, document, request.instruction)
-            for query, document in zip(queries, documents, strict=True)
+            template.render(query, document, instruction) for query, document in zip(queries, documents, strict=True)
         ]
         self._tokenizer.no_truncation()
         found = list(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
@@ -102,7 +105,7 @@ class TextBatches:
             excess = len(encoding.ids) - request.max_tokens
             if request.truncate and request.max_tokens and excess > 0:
                 (document,) = self._cut_texts(documents[place : place + 1], 0, excess)
-                text = template.render(queries[place], document, request.instruction)
+                text = template.render(queries[place], document, instruction)
                 (found[place],) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return found
 

@@ -11,13 +11,22 @@ from pooling_ring import pooling_ring
 from reward_folders import save_reward_model
 from rig import serve
 from sentence_folders import SPECIAL, WORDS, make_tokenizer, save_sentence_folder
+from sentence_transformers import CrossEncoder
 from sentence_transformers.base.modules import Dense, Normalize
 from sentence_transformers.sentence_transformer.modules import Pooling
-from transformers import Qwen2Config, Qwen2ForSequenceClassification, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from blockyard import LLM
 from blockyard import PoolingParams as AskedPooling
 from blockyard.shared.messages import PoolingParams, PoolingTask
+from blockyard.shared.ring_client.pooling.calls import TextPair
 
 RNG = np.random.default_rng(9)
 TEXTS = [" ".join(RNG.choice(WORDS, int(n))) for n in RNG.integers(1, 50, 12)]
@@ -59,6 +68,22 @@ def test_dense_layers_behind_the_rows_of_tokens(tmp_path: Path) -> None:
         assert ring.pooling.width == 20
         for found in (asked, ring.vectors(TEXTS[:1])[0]):
             np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
+
+
+def test_the_default_prompt_of_a_cross_encoder(tmp_path: Path) -> None:
+    """It goes before the first text of a pair."""
+    torch.manual_seed(5)
+    sizes = {"num_labels": 1, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=DECODER["vocab_size"], intermediate_size=48, max_position_embeddings=64, **sizes)
+    BertForSequenceClassification(config).save_pretrained(tmp_path / "plain")
+    make_tokenizer().save_pretrained(tmp_path / "plain")
+    prompts = {"prompts": {"web": "ab ac ad "}, "default_prompt_name": "web"}
+    theirs = CrossEncoder(str(tmp_path / "plain"), device="cpu", **prompts)
+    theirs.save_pretrained(str(tmp_path / "m"), create_model_card=False)
+    pairs = [TextPair(TEXTS[0], text) for text in TEXTS[1:]]
+    with pooling_ring(tmp_path / "m", log=tmp_path / "log") as ring:
+        got = ring.vectors(pairs, truncate_prompt_tokens=-1)[:, 0]
+    np.testing.assert_allclose(got, theirs.predict([tuple(pair) for pair in pairs]), atol=1e-5)
 
 
 def test_a_folder_with_a_logit_score(tmp_path: Path) -> None:

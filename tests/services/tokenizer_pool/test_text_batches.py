@@ -74,6 +74,17 @@ def test_the_tokens_of_a_prompt_are_counted_as_sentence_transformers_does() -> N
     assert ids_of(found) == THEIRS([f"aa ba {text}" for text in TEXTS])["input_ids"]
 
 
+def test_a_prompt_goes_before_the_first_text_of_a_pair() -> None:
+    """With a template it is the instruction of requests without one."""
+    found = encode(TEXTS, seconds=SECONDS, prompt="aa ba ")
+    assert ids_of(found) == THEIRS([f"aa ba {text}" for text in TEXTS], SECONDS)["input_ids"]
+    template = "aa {{ instruction or 'ba' }} {{ query }} ca {{ document }} da"
+    for instruction, shown in ((None, "fa"), ("ea", "ea")):
+        found = encode(TEXTS, seconds=SECONDS, template=template, prompt="fa", instruction=instruction)
+        texts = [f"aa {shown} {query} ca {document} da" for query, document in zip(TEXTS, SECONDS, strict=True)]
+        assert ids_of(found) == THEIRS(texts, add_special_tokens=False)["input_ids"]
+
+
 def test_a_template_of_pairs() -> None:
     template = "aa {{ instruction or 'ba' }} {{ query }} ca {{ document }} da"
     found = encode(TEXTS, seconds=SECONDS, template=template, instruction="ea")
