@@ -177,3 +177,4 @@ class PoolingCard(FrameStruct, frozen=True):
     has_types: bool = False  # tokens of the second text of a pair have a type
     has_kv: bool = False  # a decoder: it has a KV cache
     is_lower_case: bool = False  # texts are made lower case before they are tokenized
+    writes_messages: bool = False  # each text is written by the chat template

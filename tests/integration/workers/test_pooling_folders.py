@@ -11,8 +11,8 @@ from pooling_ring import pooling_ring
 from reward_folders import save_reward_model
 from rig import serve
 from sentence_folders import SPECIAL, WORDS, make_tokenizer, save_sentence_folder
-from sentence_transformers import CrossEncoder
-from sentence_transformers.base.modules import Dense, Normalize
+from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 from transformers import (
     BertConfig,
@@ -21,10 +21,12 @@ from transformers import (
     Qwen2ForSequenceClassification,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3Model,
 )
 
 from blockyard import LLM
 from blockyard import PoolingParams as AskedPooling
+from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import PoolingParams, PoolingTask
 from blockyard.shared.ring_client.pooling.calls import TextPair
 
@@ -68,6 +70,26 @@ def test_dense_layers_behind_the_rows_of_tokens(tmp_path: Path) -> None:
         assert ring.pooling.width == 20
         for found in (asked, ring.vectors(TEXTS[:1])[0]):
             np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
+
+
+def test_a_folder_whose_chat_template_writes_texts(tmp_path: Path) -> None:
+    """sentence-transformers saves one of each language model with a chat template. A prompt is the system's message."""
+    torch.manual_seed(6)
+    base, folder = tmp_path / "base", tmp_path / "m"
+    Qwen3Model(Qwen3Config(head_dim=16, **DECODER)).save_pretrained(base)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for one in messages %}aa {{ one.role[:1] }} {{ one.content }} ba {% endfor %}"
+    tokenizer.save_pretrained(base)
+    modules = [Transformer(str(base)), Pooling(32, "mean", include_prompt=False), Normalize()]
+    theirs = SentenceTransformer(modules=modules, device="cpu", prompts={"query": "ca da ", "passage": "ea "})
+    theirs.save(str(folder), create_model_card=False)
+    with pooling_ring(folder, log=tmp_path / "log") as ring:
+        for name in (None, "query"):
+            got = ring.vectors(TEXTS, prompt_name=name)
+            np.testing.assert_allclose(got, theirs.encode(TEXTS, prompt_name=name), atol=1e-5)
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match="there is none; --chat-template"), pooling_ring(folder, log=tmp_path / "log"):
+        pass
 
 
 def test_the_default_prompt_of_a_cross_encoder(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from sentence_folders import save_sentence_folder
 from sentence_transformers.sentence_transformer.modules import Pooling
 
 from blockyard.shared.config.pooling.sentence_settings import SentenceSettings, Similarity, read_settings
+from blockyard.shared.config.services.tokenizer import MessageSettings
 from blockyard.shared.errors import ConfigError
 
 
@@ -40,6 +41,17 @@ def test_length_of_the_tokenizer(
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": of_tokenizer}))
     (tmp_path / "sentence_bert_config.json").write_text(json.dumps(of_sentences))
     assert read_settings(tmp_path).max_seq_length == expected
+
+
+def test_how_texts_become_messages(tmp_path: Path) -> None:
+    path, parameters = tmp_path / "sentence_bert_config.json", {"method": "forward", "method_output_name": "logits"}
+    path.write_text(json.dumps({"modality_config": {"text": parameters}}))
+    assert read_settings(tmp_path).messages == MessageSettings()
+    kwargs = {"chat_template": {"add_generation_prompt": True, "restore_suffix": False}, "text": {"padding": True}}
+    modalities = {"text": parameters, "message": parameters | {"format": "structured"}}
+    path.write_text(json.dumps({"modality_config": modalities, "processing_kwargs": kwargs}))
+    values = {"add_generation_prompt": True}
+    assert read_settings(tmp_path).messages == MessageSettings(writes_texts=True, has_parts=True, values=values)
 
 
 @pytest.mark.parametrize(
