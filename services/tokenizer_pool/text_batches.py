@@ -168,6 +168,12 @@ def _cut_text(text: str, offsets: Sequence[tuple[int, int]], count: int, left: b
 def _problem(index: int, ids: list[int], request: TokenizeTexts, vocab_size: int) -> TextError | None:
     """Why a text cannot be computed. If a pair is too long, the longer text of it is named."""
     if request.max_tokens and len(ids) > request.max_tokens:
+        if request.truncate:
+            message = (
+                f"The text cannot be cut to {request.max_tokens} tokens: the special tokens around it, or the template "
+                "with the other text, take more."
+            )
+            return TextError(index, message, False, TOO_LONG, len(ids), request.max_tokens)
         is_second = bool(request.seconds) and len(request.seconds[index]) >= len(request.texts[index])
         return _too_long(index, str(len(ids)), len(ids), request.max_tokens, is_second)
     if max(ids) >= vocab_size:

@@ -151,6 +151,14 @@ def test_of_a_pair_that_is_too_long_the_longer_text_is_named() -> None:
     assert [(one.index, one.is_second, one.num_tokens) for one in errors] == [(0, True, 13), (2, False, 53)]
 
 
+def test_what_is_around_a_text_may_be_too_long() -> None:
+    """The error does not say to cut what is cut already."""
+    template = "aa {{ query }} ca {{ document }} da"
+    for more in ({}, {"seconds": SECONDS[:1]}, {"seconds": SECONDS[:1], "template": template}):
+        [error] = encode([TEXTS[2]] if "template" in more else TEXTS[:1], max_tokens=1, truncate=True, **more).errors
+        assert error.message.startswith("The text cannot be cut to 1 tokens") and error.max_tokens == 1
+
+
 def test_the_template_of_qwen3_reranker() -> None:
     text = PairTemplate(QWEN3_RERANKER).render("q", "d", None)
     assert text.startswith("<|im_start|>system\nJudge whether") and text.endswith("<think>\n\n</think>\n\n")
