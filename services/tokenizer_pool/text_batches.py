@@ -120,11 +120,14 @@ class TextBatches:
         self._tokenizer.no_truncation()
         written = [render(place, text) for place, text in enumerate(texts)]
         found = list(self._tokenizer.encode_batch_fast(written, add_special_tokens=False))
-        for place, encoding in enumerate(found):
-            excess = len(encoding.ids) - request.max_tokens
-            if request.truncate and request.max_tokens and excess > 0:
-                (text,) = self._cut_texts(texts[place : place + 1], request.truncates_left, 0, excess)
-                (found[place],) = self._tokenizer.encode_batch_fast([render(place, text)], add_special_tokens=False)
+        most = request.max_tokens if request.truncate else 0
+        for place, text in enumerate(texts):
+            kept, before = text, ""
+            # once more where a part of a word that is left takes more tokens than within the text
+            while most and kept != before and (excess := len(found[place].ids) - most) > 0:
+                before = kept
+                (kept,) = self._cut_texts([before], request.truncates_left, 0, excess)
+                (found[place],) = self._tokenizer.encode_batch_fast([render(place, kept)], add_special_tokens=False)
         return found
 
     def _cut_texts(self, texts: list[str], left: bool, most: int, excess: int = 0) -> list[str]:
@@ -157,12 +160,17 @@ class TextBatches:
 
 
 def _cut_text(text: str, offsets: Sequence[tuple[int, int]], count: int, left: bool) -> str:
-    """The characters of the first `count` tokens, or with `left` of the last ones. offsets: of all tokens."""
+    """The characters of the first `count` tokens, or with `left` of the last ones. offsets: of all tokens.
+
+    Several tokens may be bytes of one character, which is cut then.
+    """
     if count >= len(offsets):
         return text
     if not count:
         return ""
-    return text[offsets[-count][0] :] if left else text[: offsets[count - 1][1]]
+    if left:
+        return text[max(offsets[-count][0], offsets[-count - 1][1]) :]
+    return text[: min(offsets[count - 1][1], offsets[count][0])]
 
 
 def _problem(index: int, ids: list[int], request: TokenizeTexts, vocab_size: int) -> TextError | None:

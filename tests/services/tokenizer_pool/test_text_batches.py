@@ -11,6 +11,7 @@ from blockyard.services.tokenizer_pool.chats.pair_template import PairTemplate
 from blockyard.services.tokenizer_pool.chats.text_template import TextTemplate
 from blockyard.services.tokenizer_pool.text_batches import TextBatches
 from blockyard.services.tokenizer_pool.token_chars import max_token_chars
+from blockyard.shared import tokenizer_files
 from blockyard.shared.config.pooling.pair_templates import QWEN3_RERANKER
 from blockyard.shared.config.services.tokenizer import MessageSettings
 from blockyard.shared.errors import ConfigError, RequestError
@@ -111,6 +112,19 @@ def test_the_side_of_a_document_that_is_cut(left: bool, kept: slice) -> None:
     expected = THEIRS([f"aa {TEXTS[1]} ca {shown} da"], add_special_tokens=False)["input_ids"]
     for limits in ({"max_tokens": 14, "truncate": True}, {"max_second_tokens": 4}):
         assert ids_of(encode([TEXTS[1]], template=template, **texts, **limits)) == expected
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_document_of_characters_of_several_tokens_is_cut(left: bool) -> None:
+    """Where the cut is within one, it goes, too. What cannot be cut at all is an error."""
+    tokenizer = tokenizer_files.load("shared/demo_model").tokenizer
+    batches = TextBatches(tokenizer, None, PairTemplate("Q: {{ query }} D: {{ document }}!"))
+    documents = ["\U0001f6a4 lock " * 9, "\u4f60\u597d\u4e16\u754c" * 9, "naïve " * 20, "  " * 30]
+    request = TokenizeTexts("r", "m", ["x"] * 4, documents, truncate=True, truncates_left=left)
+    for most in range(20, 40):
+        found = batches.encode(msgspec.structs.replace(request, max_tokens=most), tokenizer.get_vocab_size())
+        assert not found.errors and max(array("I", found.lengths)) <= most
+    assert len(batches.encode(msgspec.structs.replace(request, max_tokens=2), 10**6).errors) == 4
 
 
 def test_a_template_of_pairs_with_messages() -> None:
