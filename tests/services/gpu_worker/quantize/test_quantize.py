@@ -105,6 +105,18 @@ def test_a_group_may_be_all_inputs(asymmetric: bool) -> None:
     torch.testing.assert_close(read, numbers, atol=0, rtol=1e-6)
 
 
+def test_stacked_experts_stay(tmp_path: Path) -> None:
+    """They are named as matrices that stay, and their biases, which are no matrices, are not."""
+    written = quantize(source(tmp_path, "gpt-oss"), tmp_path / "target", Rounding("int8"))
+    assert {name.partition(".mlp.")[2] for name in written.ignored if ".mlp." in name} == {
+        "router",
+        "experts.gate_up_proj",
+        "experts.down_proj",
+    }
+    lines = start(tmp_path / "target", max_model_len=64).model.table.describe_unused()
+    assert not [line for line in lines if "quantization_config names" in line]
+
+
 def with_config(folder: Path, **fields: Any) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
