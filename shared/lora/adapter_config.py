@@ -39,7 +39,7 @@ TRAINING = frozenset(
     [
         *("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config"),
         *("fan_in_fan_out", "inference_mode", "init_lora_weights", "loftq_config", "lora_dropout", "lora_ga_config"),
-        *("megatron_core", "peft_type", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type"),
+        *("megatron_core", "peft_type", "qalora_group_size", "revision", "runtime_config", "task_type"),
     ]
 )
 
@@ -62,6 +62,13 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
     bias: str = "none"
     lora_bias: bool = False
     context_length: int | None = None  # of adapters for longer contexts, which vLLM reads
+    peft_version: str | None = None  # that wrote it; None: one before 0.18
+
+    @property
+    def exchanges_stacks(self) -> bool:
+        """Whether A and B of a stack [experts, out, in] are of its outputs and inputs, as of releases before 0.19.1."""
+        written_by = [int(number) for number in re.findall(r"\d+", (self.peft_version or "").partition("@")[0])]
+        return written_by < [0, 19, 1]
 
     def rank_of(self, module: str) -> int:
         return _by_pattern(self.rank_pattern or {}, module, self.r)
