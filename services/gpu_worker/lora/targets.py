@@ -156,8 +156,10 @@ class ModelTargets:
         modules: are taken out of the list. max_rank: of one expert of a stack. Modules of layers that other ranks have
         are left to them.
         """
-        missing = list[str]()
+        missing, named = list[str](), dict[str, str]()
         for module in modules:
+            if (other := named.setdefault(_key(module.name), module.name)) != module.name:
+                raise AdapterError(f"{other} and {module.name} of the adapter are the same module")
             if not self._table.adapts_experts and _is_of_experts(module):
                 raise AdapterError(
                     f"the adapter changes experts, such as {module.name}: with --enable-eplb, or with both "
