@@ -243,6 +243,11 @@ class ModelTargets:
         for name, tensor in (("lora_B", module.b), ("lora_B.bias", module.b_bias), ("bias", module.bias)):
             _check_shape(module, name, tensor, 0, stored)
         share, index = self._shares[target.layer], target.index
+        if module.b_bias is not None and self._layers[target.layer].spec.weighted:
+            raise AdapterError(
+                f"the adapter has a bias for {target.name}, which is not served there, because its output is "
+                "multiplied by a gate: merge it into its base"
+            )
 
         def own_rows(values: Tensor) -> Tensor:
             return share.cut_rows(one.in_order(values.float()), index)
