@@ -1,11 +1,11 @@
 """Adapters of offline calls: each request may have one of LoRA and one of prompts, loaded when first asked for."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from blockyard.services.offline.batch import Adapters
+from blockyard.services.offline.batch import Adapters, OfflineRequest
 from blockyard.services.offline.session import Session
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import AdapterCard, Control, ControlVerb
@@ -48,25 +48,46 @@ PromptAdapterRequests = PromptAdapterRequest | Sequence[PromptAdapterRequest | N
 Asked = TypeVar("Asked", LoRARequest, PromptAdapterRequest)
 
 
-def read_adapters(
-    session: Session, lora: LoRARequests, num_prompts: int, prompt: PromptAdapterRequests = None
-) -> list[Adapters]:
-    """Returns the adapters of each prompt, loaded. Raises RequestError."""
+@dataclass(frozen=True, slots=True)
+class AskedAdapters:
+    """What each prompt of a call is to have. The names and folders are checked, and nothing is loaded."""
+
+    of_lora: Sequence[LoRARequest | None]
+    of_prompts: Sequence[PromptAdapterRequest | None]
+
+    def load(self, session: Session) -> list[Adapters]:
+        """Returns the adapters of each prompt, loaded. Raises RequestError."""
+        loaded: dict[LoRARequest | PromptAdapterRequest, AdapterCard] = {}
+        for one in dict.fromkeys(one for one in self.of_lora if one is not None):
+            columns = LORA, one.lora_name, one.lora_path, "lora_path", one.lora_int_id
+            loaded[one] = _load(session, *columns, reads_again=one.load_inplace)
+        for other in dict.fromkeys(one for one in self.of_prompts if one is not None):
+            path = other.prompt_adapter_local_path
+            name, number = other.prompt_adapter_name, other.prompt_adapter_id
+            loaded[other] = _load(session, PROMPT, name, path, "prompt_adapter_local_path", number)
+        pairs = zip(self.of_lora, self.of_prompts, strict=True)
+        return [tuple(loaded[one] for one in pair if one is not None) for pair in pairs]
+
+    def load_for(self, session: Session, requests: list[OfflineRequest]) -> list[OfflineRequest]:
+        """Returns the requests with their adapters, loaded. Raises RequestError."""
+        return [replace(one, adapters=own) for one, own in zip(requests, self.load(session), strict=True)]
+
+
+def ask_adapters(lora: LoRARequests, num_prompts: int, prompt: PromptAdapterRequests = None) -> AskedAdapters:
+    """Reads the arguments of a call. Raises RequestError."""
     of_lora = _each(LoRARequest, f"{LORA}_request", lora, num_prompts)
     of_prompts = _each(PromptAdapterRequest, f"{PROMPT}_request", prompt, num_prompts)
     named = [(LORA, one.lora_name, one.lora_path) for one in of_lora if one is not None]
     named += [(PROMPT, one.prompt_adapter_name, one.prompt_adapter_local_path) for one in of_prompts if one is not None]
     _check_names(named)
-    loaded: dict[LoRARequest | PromptAdapterRequest, AdapterCard] = {}
-    for one in dict.fromkeys(one for one in of_lora if one is not None):
-        columns = LORA, one.lora_name, one.lora_path, "lora_path", one.lora_int_id
-        loaded[one] = _load(session, *columns, reads_again=one.load_inplace)
-    for other in dict.fromkeys(one for one in of_prompts if one is not None):
-        path = other.prompt_adapter_local_path
-        name, number = other.prompt_adapter_name, other.prompt_adapter_id
-        loaded[other] = _load(session, PROMPT, name, path, "prompt_adapter_local_path", number)
-    pairs = zip(of_lora, of_prompts, strict=True)
-    return [tuple(loaded[one] for one in pair if one is not None) for pair in pairs]
+    return AskedAdapters(of_lora, of_prompts)
+
+
+def read_adapters(
+    session: Session, lora: LoRARequests, num_prompts: int, prompt: PromptAdapterRequests = None
+) -> list[Adapters]:
+    """Returns the adapters of each prompt, loaded. Raises RequestError."""
+    return ask_adapters(lora, num_prompts, prompt).load(session)
 
 
 def _check(kind: str, name: str, id_field: str, number: int) -> None:
