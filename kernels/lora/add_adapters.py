@@ -261,7 +261,7 @@ def _expand_small(launch: _AdapterLaunch, h: Tensor, squares: Tensor, out: Tenso
         launch.pairs, len(tiles.owners), of_tile, out.stride(0), table.num_parts, launch.padded_rank,
         table.place_stride, launch.inputs, 0.0 if launch.norm is None else launch.norm.eps,
         TILE=TILE, PARTS=next_power_of_2(table.num_parts), OUTPUTS=outputs, RANKS=ranks,
-        MANY_RANKS=launch.padded_rank > ranks, SPLITS=len(h), PADDED_SPLITS=next_power_of_2(len(h)), WIDE=_WIDE,
+        MANY_RANKS=launch.padded_rank > ranks, SPLITS=len(h), WIDE=_WIDE,
         OUTPUTS_ALIGNED=launch.outputs_aligned, num_warps=_EXPAND_WARPS * factor, num_stages=1,
         maxnreg=_SMALL_REGISTERS[1], **launch.options(),
     )  # fmt: skip

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.lora.adapter_tiles import multiply
-from blockyard.kernels.lora.expand import inverse_lengths, load_entry, load_out
+from blockyard.kernels.lora.expand import load_entry, load_h, load_out
 from blockyard.kernels.lora.shrink import find_a
 from blockyard.kernels.programmatic_launch import wait_for_work
 
@@ -40,6 +40,17 @@ def load_columns(row_ptr, cols, inside, inputs):
     program waits for the kernel before and loads others."""
     mask = inside[None, None, :] & (cols < inputs)[:, :, None]
     return tl.load(row_ptr[None, None, :] + cols[:, :, None], mask=mask, other=0.0)
+
+
+@triton.jit
+def behind_loads(matrix, PDL: tl.constexpr):
+    """The same numbers, which the compiler moves to shared memory here, and not before earlier loads."""
+    if PDL:
+        PACK: tl.constexpr = 32 // matrix.dtype.primitive_bitwidth
+        matrix = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [matrix], dtype=matrix.dtype, is_pure=False, pack=PACK
+        )
+    return matrix
 
 
 @triton.jit
@@ -101,6 +112,7 @@ def shrink_small_kernel(
             total = tl.zeros([PIECES, TILE, NUMBERS], tl.float32)
             squares = tl.zeros([TILE], tl.float32)
             x = load_inputs(x_rows, cols, is_row, inputs, GATED)
+            a = behind_loads(a, PDL)
             total, squares = multiply_pieces(x, norm_ptr, a, cols, inputs, total, squares, IS_HALF, NORM)
             if MANY_STEPS:
                 for _ in range(1, steps):
@@ -121,19 +133,13 @@ def shrink_small_kernel(
 
 
 @triton.jit
-def locate_part(tile, starts_ptr, sizes_ptr, parts, PARTS: tl.constexpr, OUTPUTS: tl.constexpr, ALIGNED: tl.constexpr):
-    """The part of a tile of the outputs of all parts, the tile's first output and how many outputs the part has, and
-    where the part begins. ALIGNED divides the beginning and size of parts."""
+def locate_part(tile, sizes_ptr, parts, PARTS: tl.constexpr, OUTPUTS: tl.constexpr):
+    """The part of a tile of the outputs of all parts, and the tile's first output, behind them for no such tile."""
     part = tl.arange(0, PARTS)
-    starts = tl.load(starts_ptr + part, mask=part < parts, other=0)
-    sizes = tl.load(sizes_ptr + part, mask=part < parts, other=0)
-    tiles = tl.cdiv(sizes, OUTPUTS)
+    tiles = tl.cdiv(tl.load(sizes_ptr + part, mask=part < parts, other=0), OUTPUTS)
     before = tl.cumsum(tiles, 0) - tiles
-    is_own = (before <= tile) & (tile < before + tiles)
-    begin = (tile - tl.sum(tl.where(is_own, before, 0), 0)) * OUTPUTS
-    start, size = tl.sum(tl.where(is_own, starts, 0), 0), tl.sum(tl.where(is_own, sizes, 0), 0)
-    own = tl.sum(tl.where(is_own, part, 0), 0)
-    return own, begin, tl.multiple_of(size, ALIGNED), tl.multiple_of(start, ALIGNED)
+    own = tl.sum((before <= tile).to(tl.int32), 0) - 1
+    return own, (tile - tl.sum(tl.where(part == own, before, 0), 0)) * OUTPUTS
 
 
 @triton.jit
@@ -153,25 +159,13 @@ def load_pitched_columns(b_ptr, cols, end, ranks, rank):
     return tl.load(b_ptr + cols.to(tl.int64)[None, :] * rank + ranks[:, None], mask=inside, other=0.0)
 
 
-@triton.jit
-def load_splits(
-    h_ptr, rows, ranks, rank, h_row, num_rows, SPLITS: tl.constexpr, PADDED: tl.constexpr, ALIGNED: tl.constexpr
-):
-    """h [PADDED, TILE, RANKS] of each split; behind the rank are any numbers."""
-    split = tl.arange(0, PADDED)
-    inside = (split < SPLITS)[:, None, None] & (rows < num_rows)[None, :, None]
-    inside &= (ranks < tl.cdiv(rank, ALIGNED) * ALIGNED)[None, None, :]
-    row = (split.to(tl.int64) * num_rows)[:, None] + rows[None, :]
-    return tl.load(h_ptr + row[:, :, None] * h_row + ranks[None, None, :], mask=inside, other=0.0)
-
-
 @triton.jit(do_not_specialize=["num_rows", "num_tiles", "of_tile"])
 def expand_small_kernel(
     h_ptr, squares_ptr, rows_ptr, owners_ptr, arena_ptr, offsets_ptr, ranks_ptr, starts_ptr, sizes_ptr, out_ptr,
     num_rows, num_tiles, of_tile, out_stride, parts, padded_rank, place_stride, inputs, eps,
     OFFSETS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, OUTPUTS: tl.constexpr,
-    RANKS: tl.constexpr, MANY_RANKS: tl.constexpr, SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr,
-    WIDE: tl.constexpr, OUTPUTS_ALIGNED: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    RANKS: tl.constexpr, MANY_RANKS: tl.constexpr, SPLITS: tl.constexpr, WIDE: tl.constexpr,
+    OUTPUTS_ALIGNED: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -182,9 +176,9 @@ def expand_small_kernel(
     while place >= 0:
         following = item + tl.num_programs(0)
         next_place = load_owner(owners_ptr, following // of_tile, num_tiles)
-        part, begin, size, start = locate_part(
-            item % of_tile, starts_ptr, sizes_ptr, parts, PARTS, OUTPUTS, OUTPUTS_ALIGNED
-        )
+        part, begin = locate_part(item % of_tile, sizes_ptr, parts, PARTS, OUTPUTS)
+        start = tl.multiple_of(tl.load(starts_ptr + part, mask=part < parts, other=0), OUTPUTS_ALIGNED)
+        size = tl.multiple_of(tl.load(sizes_ptr + part, mask=part < parts, other=0), OUTPUTS_ALIGNED)
         rows = tl.load(rows_ptr + item // of_tile * TILE + tl.arange(0, TILE))
         rank, b_ptr, bias_at = load_entry(
             arena_ptr, offsets_ptr, ranks_ptr, place * place_stride + part, begin < size, OFFSETS, ALIGNED
@@ -197,20 +191,18 @@ def expand_small_kernel(
             is_row, h_part = rows < num_rows, h_ptr + part * padded_rank
             out_rows = out_ptr + rows.to(tl.int64) * out_stride + start
             out = load_out(out_rows, is_row, cols, size)
-            parts_of_h = load_splits(h_part, rows, ranks, rank, h_row, num_rows, SPLITS, PADDED_SPLITS, ALIGNED)
-            tl.debug_barrier()  # the compiler would load some outputs, and some splits, after it has added up others
-            factors = tl.full([TILE], 1.0, tl.float32)
-            if NORM:
-                end = tl.where(rank > 0, num_rows, 0)
-                factors = inverse_lengths(squares_ptr, rows, inputs, eps, SPLITS, end, num_rows)
-            h = tl.where((ranks < rank)[None, :], tl.sum(parts_of_h, 0) * factors[:, None], 0.0)
-            total = multiply(h.to(b.dtype), b, tl.zeros([TILE, OUTPUTS], tl.float32))
+            h = load_h(
+                h_part, squares_ptr, rows, ranks, rank, SPLITS, h_row, num_rows, inputs, eps,
+                SPLITS, True, ALIGNED, NORM,
+            )  # fmt: skip
+            total = multiply(h.to(b.dtype), behind_loads(b, PDL), tl.zeros([TILE, OUTPUTS], tl.float32))
             if MANY_RANKS:
                 for first in range(RANKS, rank, RANKS):
-                    more = first + ranks
-                    b = load_b_columns(b_ptr, cols, size, more, rank, WIDE)
-                    parts_of_h = load_splits(h_part, rows, more, rank, h_row, num_rows, SPLITS, PADDED_SPLITS, ALIGNED)
-                    h = tl.where((more < rank)[None, :], tl.sum(parts_of_h, 0) * factors[:, None], 0.0)
+                    b = load_b_columns(b_ptr, cols, size, first + ranks, rank, WIDE)
+                    h = load_h(
+                        h_part, squares_ptr, rows, first + ranks, rank, SPLITS, h_row, num_rows, inputs, eps,
+                        SPLITS, True, ALIGNED, NORM,
+                    )  # fmt: skip
                     total = multiply(h.to(b.dtype), b, total)
             if bias_at >= 0:
                 total += tl.load(arena_ptr + bias_at + cols, mask=cols < size, other=0.0).to(tl.float32)[None, :]
