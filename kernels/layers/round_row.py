@@ -39,8 +39,10 @@ def codes_within(x, scale):
     """
     reciprocal = tl.math.div_rn(1.0, scale)
     ratio = x * reciprocal
-    excess = tl.fma(ratio, scale, -x)  # its sign keeps that of a zero
-    return tl.fma(-excess, reciprocal, ratio).to(tl.float8e4nv)
+    excess = tl.fma(ratio, scale, -x)
+    return tl.fma(excess, -reciprocal, ratio).to(
+        tl.float8e4nv
+    )  # Triton's -x is 0 - x: -excess would lose a zero's sign
 
 
 @triton.jit

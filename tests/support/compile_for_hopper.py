@@ -42,7 +42,12 @@ JITFunction.run = only_compile
 def _forks() -> Forks:
     path = os.pathsep.join([str(SOURCE), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(CACHE), "TRITON_STORE_BINARY_ONLY": "1"}
+    env |= {
+        "PYTHONPATH": path,
+        "TRITON_CACHE_DIR": str(CACHE),
+        "TRITON_STORE_BINARY_ONLY": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     return Forks(ONLY_COMPILE, env)
 
 

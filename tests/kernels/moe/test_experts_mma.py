@@ -63,7 +63,8 @@ def test_every_form(form: str, dtype: torch.dtype) -> None:
         assert mma_form(draw(form, 2, 16, 256, DEVICE), dtype) is None
         return
     for case in GROUPED:
-        check_grouped(replace(case, form=form, dtype=dtype), DEVICE)
+        normed = case.normed and dtype == torch.bfloat16  # others are refused, see below
+        check_grouped(replace(case, form=form, dtype=dtype, normed=normed), DEVICE)
     for case in SUMS:
         check_sums(replace(case, form=form, dtype=dtype), DEVICE)
 

@@ -86,7 +86,7 @@ def test_pairs_of_other_ranks_add_nothing(form: str) -> None:
     inner[0] = 1e30  # whatever was in memory
     options = {"rounding": rounding, "bias": torch.randn(EXPERTS, 9, device=DEVICE)}
     got = down_quantized(inner, down, experts, tiling, **options)
-    assert torch.equal(got, down_quantized(alone, down, experts[:, 1:].contiguous(), tiling, **options))
+    assert error(got, down_quantized(alone, down, experts[:, 1:].contiguous(), tiling, **options)) <= 1e-6
 
 
 @pytest.mark.parametrize(("size", "kind"), [(128, 1), (203, 0)])
@@ -180,6 +180,8 @@ def test_norm_of_few_rows() -> None:
         got = gate_up_quantized(x, weights, experts, SkinnyTiling(4, 64, 4), Gate.SILU, norm=norm)
         want = gate_up_skinny_reference(x, dequantized(weights), experts, Gate.SILU, norm=norm)
         assert error(got, want) <= 2e-5
+    x = x.to(DTYPES[0])  # in float32 on a GPU two kernels with the same operations may differ in a last bit
+    norm = RMSNorm(norm.weight.to(x.dtype), norm.eps)
     tiling, normed = SkinnyTiling(4, 128, 4), add_rms_norm(x, None, norm.weight, norm.eps)
     for form in ("fp8 rows", "fp8 g32", "int8 inputs with zeros"):
         weights, rounding = draw(form, EXPERTS, 24, 128, DEVICE), rounding_of(form)
