@@ -174,6 +174,7 @@ def of_one(weights: ExpertWeights, expert: int, x: Tensor) -> Tensor:
 
 EXPERTS: dict[str, Callable[[LinearLayers, int, int], ExpertWeights]] = {
     "separate": lambda layers, hidden, inner: separate_experts(layers, "e", 3, hidden, inner),
+    "separate, with biases": lambda layers, hidden, inner: separate_experts(layers, "e", 3, hidden, inner, bias=True),
     "stacked": lambda layers, hidden, inner: stacked_experts(layers, "gate_up", "down", 3, hidden, inner),
     "transposed": lambda layers, hidden, inner: stacked_experts(
         layers, "gate_up", "down", 3, hidden, inner, transposed=True
