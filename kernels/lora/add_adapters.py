@@ -34,6 +34,7 @@ _MANY_INPUTS = 8192  # more are split among more programs
 _PROGRAMS = 528  # that share the work on tiles: four for each of 132 multiprocessors
 _REGISTERS, _MANY_REGISTERS = 128, 168  # of a thread, so that four programs fit, and three where ranks may be large
 _SHRINK_PROGRAMS, _SHRINK_REGISTERS = 396, 168  # of a shrink: three for each
+_BEHIND_PROGRAMS = 1056  # of one beside a product, which leaves room for some of them at a time
 _ENOUGH = 264  # programs of a shrink of many rows: two for each multiprocessor
 _NUMBERS = 4  # of a program of one row
 _MANY_OUTPUTS = 8192  # of a layer, of which programs have several tiles in a row
@@ -267,7 +268,8 @@ def _shrink_tiles(launch: _AdapterLaunch, x: Tensor, gated: bool) -> tuple[Tenso
     splits, num_numbers = ceil_div(inputs, steps * in_tile), ceil_div(table.num_parts * padded, numbers)
     own = table.ranks if table.own_ranks is None else table.own_ranks
     h, squares = _make_products(launch, x, splits)
-    shrink_kernel[(min(len(tiles.owners) * num_numbers * splits, _SHRINK_PROGRAMS),)](
+    programs = _BEHIND_PROGRAMS if launch.is_behind else _SHRINK_PROGRAMS
+    shrink_kernel[(min(len(tiles.owners) * num_numbers * splits, programs),)](
         x, x if launch.norm is None else launch.norm.weight, tiles.rows, tiles.owners, launch.places, table.arena,
         table.offsets, table.ranks, own, h, squares, launch.pairs, len(tiles.owners), steps, splits, num_numbers,
         x.stride(0), inputs, table.num_parts, padded, launch.pairs // len(x), launch.rows_of_place,

@@ -224,14 +224,18 @@ class Linear:
         return self._adapted.fused(product)
 
     @contextmanager
-    def only_fused(self, fused: Mapping[int, FusedProduct]) -> Iterator[None]:
-        """Meanwhile these are the fused kernels by number of rows, if the layer asks for some. For launches that are
-        recorded."""
-        before, self._fused = self._fused, {} if self.fusion is Fusion.NONE else fused
+    def only_kernels(
+        self, fused: Mapping[int, FusedProduct], products: Mapping[int, Product] | None = None
+    ) -> Iterator[None]:
+        """Meanwhile these are the fused kernels by number of rows, if the layer asks for some, and these the others;
+        None: those there are. For launches that are recorded."""
+        before = self._fused, self._products
+        self._fused = {} if self.fusion is Fusion.NONE else fused
+        self._products = self._products if products is None else products
         try:
             yield
         finally:
-            self._fused = before
+            self._fused, self._products = before
 
     @property
     def step_rounding(self) -> InputRounding | None:
