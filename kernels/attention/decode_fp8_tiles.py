@@ -92,8 +92,9 @@ def _transposed(p, KEYS: gl.constexpr, HEADS: gl.constexpr, WARPS: gl.constexpr,
         "{.reg .b32 pair; cvt.rn.f16x2.f32 pair, $2, $1; movmatrix.sync.aligned.m8n8.trans.b16 $0, pair;}", "=r,r,r",
         [p], dtype=gl.float16, is_pure=False, pack=2,
     )  # fmt: skip
-    p = gl.reshape(p, [WARPS, KEYS // 8, 8, HEADS])  # now key, block and row are a head, and the columns its keys
-    p = gl.reshape(gl.permute(p, [0, 1, 3, 2]), [WARPS, KEYS, HEADS])
+    # now of a block of keys and heads the rows are heads, and the columns keys
+    p = gl.permute(gl.reshape(p, [WARPS, KEYS // 8, 8, HEADS // 8, 8]), [0, 1, 4, 3, 2])
+    p = gl.reshape(p, [WARPS, KEYS, HEADS])
     return gl.convert_layout(p, gl.DotOperandLayout(1, MMA, 2), assert_trivial=True)
 
 
