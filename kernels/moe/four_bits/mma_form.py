@@ -6,11 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blockyard.kernels.int_math import ceil_div
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 from blockyard.kernels.quantized.packed_weights import Codes, PackedWeights
 from blockyard.kernels.quantized.unpack_assembly import unpack_assembly
 
 CHUNK = 32  # inputs that a thread reads at once
+BLOCK = 128  # inputs of a warp in a step
+FETCHED = 4  # steps whose codes are fetched before a kernel waits
 LAST = 128  # groups of a multiple of so many inputs: their scales multiply sums
 
 
@@ -20,7 +23,10 @@ class MmaTiling:
 
     out_tile: int  # rows of the weight that a program reads, at least 16: gate and up of half as many outputs
     warps: int
-    ahead: int  # steps whose codes and inputs are loaded before they are used; at least 1
+    ahead: int  # steps whose codes are loaded before they are used; at least 1
+    inputs_ahead: int = 0  # 1: their inputs, too, as always in tiles of 8 pairs; more pairs take many registers
+    registers: int = 0  # of a thread at most: fewer of them let more programs run at a time; 0: as compiled
+    copies: int = 0  # 1: codes wait in shared memory, and take no registers until they are used
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,9 @@ class MmaForm:
 
     assembly: str
     is_exact: bool  # the dtype of x has all scales
+    # Numbers of E2M1 as the smallest of bfloat16, 2 ** -126 times; scales 2 ** 64 times, sums 2 ** 62 times. Those from
+    # 2 ** -63 to 2 ** 63 are right; less is 0.
+    is_small: bool
 
 
 def mma_form(weights: PackedWeights, dtype: torch.dtype) -> MmaForm | None:
@@ -43,8 +52,9 @@ def mma_form(weights: PackedWeights, dtype: torch.dtype) -> MmaForm | None:
     if dtype == torch.float16 and group % LAST and (weights.is_e8m0 or not is_exact):
         return None  # their range
     table = None if weights.table is None else tuple(weights.table.tolist())
-    assembly = unpack_assembly(weights.kind, dtype, zeros is None, table)
-    return MmaForm(assembly, is_exact) if assembly else None
+    is_small = weights.kind is Codes.E2M1 and dtype == torch.bfloat16 and group % LAST != 0 and zeros is None
+    assembly = unpack_assembly(weights.kind, dtype, zeros is None, table, of_words=True, small=is_small)
+    return MmaForm(assembly, is_exact, is_small) if assembly else None
 
 
 def pointers(weights: PackedWeights) -> list[Tensor]:
@@ -53,7 +63,7 @@ def pointers(weights: PackedWeights) -> list[Tensor]:
     return [codes, *(codes if one is None else one for one in (weights.scales, weights.zeros, weights.row_scales))]
 
 
-def constants(x: Tensor, weights: PackedWeights, form: MmaForm, tiling: MmaTiling) -> dict[str, Any]:
+def constants(x: Tensor, weights: PackedWeights, form: MmaForm, tiling: MmaTiling, columns: int) -> dict[str, Any]:
     pdl = supports_pdl(x.device)
     return {
         "SIZE": weights.inputs,
@@ -61,16 +71,25 @@ def constants(x: Tensor, weights: PackedWeights, form: MmaForm, tiling: MmaTilin
         "SCALES": weights.scales is not None,
         "E8M0": weights.is_e8m0,
         "EXACT": form.is_exact,
+        "SMALL": form.is_small,
         "ZEROS": weights.zeros is not None,
         "ROW_SCALES": weights.row_scales is not None,
         "ASM": form.assembly,
         "R": tiling.out_tile,
         "W": tiling.warps,
         "AHEAD": tiling.ahead,
+        "X_AHEAD": columns == 8 or tiling.inputs_ahead > 0,
         "PDL": pdl,
+        "COPIES": tiling.copies > 0,
         "num_warps": tiling.warps,
+        "maxnreg": tiling.registers or None,
         **pdl_options(pdl),
     }
+
+
+def fetched_steps(weights: PackedWeights, tiling: MmaTiling, top_k: int = 1) -> int:
+    """top_k: experts that a program multiplies."""
+    return min(ceil_div(ceil_div(weights.inputs, BLOCK) * top_k, tiling.warps), FETCHED)
 
 
 def check_operands(

@@ -90,18 +90,18 @@ def block_of(step, warp, expert, experts_ptr, BLOCKS: gl.constexpr, W: gl.conste
 
 
 @gluon.jit
-def load_words(
+def code_places(
     codes_ptr, step, expert, experts_ptr, start, inner, outs,
     SIZE: gl.constexpr, TOP_K: gl.constexpr, GATE: gl.constexpr, W: gl.constexpr, R: gl.constexpr, L: gl.constexpr,
 ):  # fmt: skip
-    """Codes as int32 [W, R, 4, 4] in the layout L. Behind the inputs and the outputs they are any of the weight: there
-    `load_x` is 0, and nothing is stored."""
+    """Where a step's codes are, as int32 [W, R, 4, 4] in the layout L. Behind the inputs and the outputs they are any
+    of the weight: there `load_x` is 0, and nothing is stored."""
     BLOCKS: gl.constexpr = (SIZE + 127) // 128
     block, own, _ = block_of(step, along_4(W, 0, L), expert, experts_ptr, BLOCKS, W, TOP_K)
     row = weight_rows(along_4(R, 1, L), start, inner, GATE)
     chunk = gl.minimum(block * 4 + along_4(4, 2, L), SIZE // 32 - 1)
     places = codes_ptr + own * outs * (SIZE // 8) + (row * (SIZE // 8) + along_4(4, 3, L))
-    return gl.load(places + chunk * 4)
+    return places + chunk * 4
 
 
 @gluon.jit
@@ -165,8 +165,12 @@ def inverse_length(x_ptr, row, eps, SIZE: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def _scale_pairs(scale):
-    """Scales of e8m0, which are bytes, two times as bfloat16 in 32 bits, as `scale_numbers` makes them."""
+def _scale_pairs(scale, SMALL: gl.constexpr):
+    """Scales of e8m0, which are bytes, two times as bfloat16 in 32 bits, as `scale_numbers` makes them; SMALL: times
+    2 ** 64, at most 2 ** 127."""
+    if SMALL:
+        bits = (gl.minimum(scale.to(gl.int32), 190) + 64) * 0x800080
+        return gl.where(scale == 255, 0x7FC07FC0, bits)
     bits = gl.maximum(scale.to(gl.int32) << 7, 0x40)
     return gl.where(bits == 0x7F80, 0x7FC0, bits) * 0x10001
 
@@ -174,12 +178,12 @@ def _scale_pairs(scale):
 @gluon.jit
 def left_operand(
     words, factors,
-    SCALES: gl.constexpr, E8M0: gl.constexpr, EXACT: gl.constexpr, ZEROS: gl.constexpr, DTYPE: gl.constexpr,
-    ASM: gl.constexpr, W: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
+    SCALES: gl.constexpr, E8M0: gl.constexpr, EXACT: gl.constexpr, SMALL: gl.constexpr, ZEROS: gl.constexpr,
+    DTYPE: gl.constexpr, ASM: gl.constexpr, W: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Numbers [W, R, 128] in the layout of the left operand of products in C. factors: scales, then zeros, of what
-    there is."""
-    # of a word's bytes 0 to 3: lower halves of 0 and 1, of 2 and 3, upper halves of 0 and 1, of 2 and 3
+    there is. SMALL: times 2 ** -62, see `mma_form`."""
+    # of a word's codes: 0 and 4, 1 and 5, 2 and 6, 3 and 7
     numbers = gl.inline_asm_elementwise(
         ASM, "=r,=r,=r,=r,r", [words], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1
     )
@@ -189,11 +193,12 @@ def left_operand(
         if ZEROS:
             pairs = less(pairs, factors[1 if SCALES else 0].to(gl.float32), DTYPE)
         if SCALES and E8M0:
-            pairs = times_pair(pairs, _scale_pairs(factors[0]), DTYPE)
+            pairs = times_pair(pairs, _scale_pairs(factors[0], SMALL), DTYPE)
         elif SCALES:
-            pairs = times(pairs, scale_numbers(factors[0], False), DTYPE, EXACT)
+            scale = scale_numbers(factors[0], False)
+            pairs = times(pairs, scale * 18446744073709551616.0 if SMALL else scale, DTYPE, EXACT)
         made = made + (pairs,)  # type: ignore[assignment]  # noqa: RUF005
-    # dimensions behind words: lower or upper half, bytes 0 and 1 or 2 and 3, byte
+    # dimensions behind words: upper, lower bit of the first code's number, first or second
     joined = gl.join(gl.join(made[0], made[2]), gl.join(made[1], made[3]))  # type: ignore[misc]
     first, second = of_pairs(joined, DTYPE)
     tile = gl.permute(gl.join(first, second), (0, 1, 3, 4, 5, 2, 6))
@@ -203,6 +208,6 @@ def left_operand(
 @gluon.jit
 def right_operand(x, W: gl.constexpr, N: gl.constexpr, C: gl.constexpr):
     """Inputs of `load_x` [W, 128, N] in the layout of the right operand, in the order of `left_operand`."""
-    # a chunk's input is 8 * word + 4 * (bytes 2 and 3) + 2 * byte + upper half
-    x = gl.permute(gl.reshape(x, [W, 4, 4, 2, 2, 2, N]), (0, 2, 5, 3, 1, 4, 6))
+    # a chunk's input is 8 * word + 4 * (second of a pair) + 2 * (upper bit of the pair) + lower bit
+    x = gl.permute(gl.reshape(x, [W, 4, 4, 2, 2, 2, N]), (0, 2, 4, 5, 1, 3, 6))
     return gl.convert_layout(gl.reshape(x, [W, 128, N]), gl.DotOperandLayout(1, C, 2))

@@ -1,28 +1,57 @@
 """The steps of a product on tensor cores of weights with 4 bits: loads some steps ahead, and sums of all warps.
 
-The weight is the left operand, made in registers (`operands`). The warps of a program take the blocks of inputs in turn
-and add their sums at the end, so that no step waits for another warp. A pair's sum has the same terms in the same order
-beside any other pairs. Scales that the dtype of x cannot hold are the sum of two numbers of it.
+The weight is the left operand, made in registers (`operands`). Codes of later steps wait in registers, or in shared
+memory, to which they are copied asynchronously: then more programs run at a time, with more steps ahead.
+
+The warps of a program take the blocks of inputs in turn and add their sums at the end, so that no step waits for
+another warp. A pair's sum has the same terms in the same order beside any other pairs. Scales that the dtype of x
+cannot hold are the sum of two numbers of it.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from blockyard.kernels.moe.four_bits.operands import (
     along_2,
+    along_3,
     block_of,
     code_layout,
+    code_places,
     inverse_length,
     left_operand,
     load_factors,
     load_norm,
-    load_words,
     load_x,
     right_operand,
     weight_rows,
 )
+from blockyard.kernels.programmatic_launch import prefetch
 from blockyard.kernels.quantized.unpack_tiles import scale_numbers
+
+# Triton 3.6 has it by another name
+_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+
+@gluon.jit
+def fetch_steps(
+    codes_ptr, scales_ptr, expert, experts_ptr, start, inner, outs,
+    SIZE: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, TOP_K: gl.constexpr, EXPERTS: gl.constexpr,
+    COUNT: gl.constexpr, GATE: gl.constexpr, W: gl.constexpr, R: gl.constexpr,
+):  # fmt: skip
+    """Fetches the codes of the first COUNT steps to the L2 cache, and the scales of the first. Experts may be those of
+    another step: then it is in vain."""
+    S: gl.constexpr = gl.SliceLayout(3, code_layout(W, R))
+    BLOCKS: gl.constexpr = (SIZE + 127) // 128
+    row = weight_rows(along_3(R, 1, S), start, inner, GATE)
+    for step in gl.static_range(COUNT):
+        block, own, _ = block_of(step, along_3(W, 0, S), expert, experts_ptr, BLOCKS, W, TOP_K)
+        own = gl.minimum(gl.maximum(own, 0), EXPERTS - 1) * outs
+        chunk = gl.minimum(block * 4 + along_3(4, 2, S), SIZE // 32 - 1)
+        prefetch(codes_ptr + own * (SIZE // 8) + (row * (SIZE // 8) + chunk * 4))
+        if SCALES and step == 0:
+            GROUPS: gl.constexpr = (SIZE + GROUP - 1) // GROUP
+            prefetch(scales_ptr + own * GROUPS + (row * GROUPS + chunk * 32 // GROUP))
 
 
 @gluon.jit
@@ -30,10 +59,14 @@ def _load_step(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, step, row, expert, experts_ptr, start, inner, outs,
     SIZE: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, ZEROS: gl.constexpr, TOP_K: gl.constexpr,
     GATE: gl.constexpr, W: gl.constexpr, R: gl.constexpr, L: gl.constexpr, X: gl.constexpr,
+    X_AHEAD: gl.constexpr, COPIES: gl.constexpr,
 ):  # fmt: skip
-    """What is read of a weight for a step: words, then scales and zeros, if words have some of their own; at last the
-    inputs, if they are few. More would take so many registers that fewer programs run at a time."""
-    loaded = (load_words(codes_ptr, step, expert, experts_ptr, start, inner, outs, SIZE, TOP_K, GATE, W, R, L),)
+    """What is read of a weight for a step: words without COPIES, then scales and zeros, if words have some of their
+    own; at last the inputs with X_AHEAD."""
+    loaded = ()
+    if not COPIES:
+        places = code_places(codes_ptr, step, expert, experts_ptr, start, inner, outs, SIZE, TOP_K, GATE, W, R, L)
+        loaded = loaded + (gl.load(places),)  # type: ignore[assignment]  # noqa: RUF005
     if SCALES and GROUP % 128 != 0:
         scale = load_factors(
             scales_ptr, step, expert, experts_ptr, start, inner, outs, SIZE, GROUP, TOP_K, GATE, W, R, L
@@ -42,7 +75,7 @@ def _load_step(
     if ZEROS:
         zero = load_factors(zeros_ptr, step, expert, experts_ptr, start, inner, outs, SIZE, GROUP, TOP_K, GATE, W, R, L)
         loaded = loaded + (zero,)  # type: ignore[assignment]  # noqa: RUF005
-    if X.shape[3] == 8:
+    if X_AHEAD:
         loaded = loaded + (load_x(x_ptr, row, step, experts_ptr, SIZE, TOP_K, W, X),)  # type: ignore[assignment]  # noqa: RUF005
     return loaded
 
@@ -77,16 +110,27 @@ def _add_step(
     total, loaded, x_ptr, norm_ptr, scales_ptr, row_scales_ptr, scale_ptr, row, step, expert, experts_ptr, start, inner,
     outs,
     SIZE: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, E8M0: gl.constexpr, EXACT: gl.constexpr,
-    ZEROS: gl.constexpr, NORM: gl.constexpr, ROW_SCALES: gl.constexpr, SCALE: gl.constexpr, TOP_K: gl.constexpr,
-    GATE: gl.constexpr, ASM: gl.constexpr, W: gl.constexpr, R: gl.constexpr, N: gl.constexpr, C: gl.constexpr,
-    X: gl.constexpr,
+    SMALL: gl.constexpr, ZEROS: gl.constexpr, NORM: gl.constexpr, ROW_SCALES: gl.constexpr, SCALE: gl.constexpr,
+    TOP_K: gl.constexpr, GATE: gl.constexpr, ASM: gl.constexpr, W: gl.constexpr, R: gl.constexpr, N: gl.constexpr,
+    C: gl.constexpr, X: gl.constexpr, X_AHEAD: gl.constexpr,
 ):  # fmt: skip
     """total [W, R, N] and the products of what `_load_step` has loaded."""
-    x = loaded[-1] if N == 8 else load_x(x_ptr, row, step, experts_ptr, SIZE, TOP_K, W, X)
+    x = loaded[-1] if X_AHEAD else load_x(x_ptr, row, step, experts_ptr, SIZE, TOP_K, W, X)
     if NORM:
         x = (x * load_norm(norm_ptr, step, SIZE, W, X)).to(x_ptr.dtype.element_ty)
     left = left_operand(
-        loaded[0], loaded[1:], SCALES and GROUP % 128 != 0, E8M0, EXACT, ZEROS, x_ptr.dtype.element_ty, ASM, W, R, C
+        loaded[0],
+        loaded[1:],
+        SCALES and GROUP % 128 != 0,
+        E8M0,
+        EXACT,
+        SMALL,
+        ZEROS,
+        x_ptr.dtype.element_ty,
+        ASM,
+        W,
+        R,
+        C,
     )
     right = right_operand(x, W, N, C)
     if TOP_K or (SCALES and GROUP % 128 == 0):
@@ -104,9 +148,9 @@ def add_steps(
     x_ptr, norm_ptr, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, scale_ptr, row, expert, experts_ptr, start,
     inner, outs, first_row, eps,
     SIZE: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, E8M0: gl.constexpr, EXACT: gl.constexpr,
-    ZEROS: gl.constexpr, NORM: gl.constexpr, ROW_SCALES: gl.constexpr, SCALE: gl.constexpr, TOP_K: gl.constexpr,
-    GATE: gl.constexpr, ASM: gl.constexpr, W: gl.constexpr, R: gl.constexpr, N: gl.constexpr, AHEAD: gl.constexpr,
-    X: gl.constexpr,
+    SMALL: gl.constexpr, ZEROS: gl.constexpr, NORM: gl.constexpr, ROW_SCALES: gl.constexpr, SCALE: gl.constexpr,
+    TOP_K: gl.constexpr, GATE: gl.constexpr, ASM: gl.constexpr, W: gl.constexpr, R: gl.constexpr, N: gl.constexpr,
+    AHEAD: gl.constexpr, X: gl.constexpr, X_AHEAD: gl.constexpr, COPIES: gl.constexpr,
 ):  # fmt: skip
     """The sums of a program's rows of a weight and columns, float32 [R, N]. With TOP_K of that many experts. With NORM
     all columns are of row `first_row`."""
@@ -115,32 +159,62 @@ def add_steps(
     BLOCKS: gl.constexpr = (SIZE + 127) // 128
     STEPS: gl.constexpr = (BLOCKS * (TOP_K if TOP_K else 1) + W - 1) // W
     total = gl.zeros([W, R, N], gl.float32, C)
+    MOST: gl.constexpr = min(AHEAD, STEPS)
+    KEPT: gl.constexpr = min(1, STEPS) if COPIES else MOST  # steps in registers
     waiting = ()
-    for step in gl.static_range(min(AHEAD, STEPS)):
+    if COPIES:
+        SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+        copies = gl.allocate_shared_memory(gl.int32, [MOST + 1, W, R, 4, 4], SHARED)
+        for step in gl.static_range(MOST):
+            _copy(
+                copies.index(step),
+                code_places(codes_ptr, step, expert, experts_ptr, start, inner, outs, SIZE, TOP_K, GATE, W, R, L),
+            )
+            async_copy.commit_group()
+    for step in gl.static_range(KEPT):
         one = _load_step(
             x_ptr, codes_ptr, scales_ptr, zeros_ptr, step, row, expert, experts_ptr, start, inner, outs,
-            SIZE, GROUP, SCALES, ZEROS, TOP_K, GATE, W, R, L, X,
+            SIZE, GROUP, SCALES, ZEROS, TOP_K, GATE, W, R, L, X, X_AHEAD, COPIES,
         )  # fmt: skip
         waiting = waiting + (one,)  # type: ignore[assignment]  # noqa: RUF005
     length = 1.0
     if NORM:  # while the first steps are loaded
         length = inverse_length(x_ptr, first_row, eps, SIZE, W)
-    for step in range(STEPS - min(AHEAD, STEPS)):
+    for step in range(STEPS - KEPT):
         one = _load_step(
-            x_ptr, codes_ptr, scales_ptr, zeros_ptr, step + AHEAD, row, expert, experts_ptr, start, inner, outs,
-            SIZE, GROUP, SCALES, ZEROS, TOP_K, GATE, W, R, L, X,
+            x_ptr, codes_ptr, scales_ptr, zeros_ptr, step + KEPT, row, expert, experts_ptr, start, inner, outs,
+            SIZE, GROUP, SCALES, ZEROS, TOP_K, GATE, W, R, L, X, X_AHEAD, COPIES,
         )  # fmt: skip
+        now = waiting[0]  # type: ignore[misc]
+        if COPIES:
+            if MOST < STEPS:  # noqa: SIM102, known when compiled
+                if step + MOST < STEPS:
+                    later = code_places(
+                        codes_ptr, step + MOST, expert, experts_ptr, start, inner, outs, SIZE, TOP_K, GATE, W, R, L
+                    )
+                    _copy(copies.index((step + MOST) % (MOST + 1)), later)
+            async_copy.commit_group()
+            async_copy.wait_group(MOST)
+            now = (copies.index(step % (MOST + 1)).load(L),) + now  # noqa: RUF005
         total = _add_step(
-            total, waiting[0], x_ptr, norm_ptr, scales_ptr, row_scales_ptr, scale_ptr, row, step, expert, experts_ptr,  # type: ignore[misc]
+            total, now, x_ptr, norm_ptr, scales_ptr, row_scales_ptr, scale_ptr, row, step, expert, experts_ptr,
             start, inner, outs,
-            SIZE, GROUP, SCALES, E8M0, EXACT, ZEROS, NORM, ROW_SCALES, SCALE, TOP_K, GATE, ASM, W, R, N, C, X,
+            SIZE, GROUP, SCALES, E8M0, EXACT, SMALL, ZEROS, NORM, ROW_SCALES, SCALE, TOP_K, GATE, ASM, W, R, N, C, X,
+            X_AHEAD,
         )  # fmt: skip
         waiting = waiting[1:] + (one,)  # type: ignore[assignment]  # noqa: RUF005
-    for i in gl.static_range(min(AHEAD, STEPS)):
+    for i in gl.static_range(KEPT):
+        now = waiting[i]
+        if COPIES:
+            async_copy.wait_group(0)
+            now = (copies.index((STEPS - KEPT + i) % (MOST + 1)).load(L),) + now  # noqa: RUF005
         total = _add_step(
-            total, waiting[i], x_ptr, norm_ptr, scales_ptr, row_scales_ptr, scale_ptr, row,
-            STEPS - min(AHEAD, STEPS) + i, expert, experts_ptr, start, inner, outs,
-            SIZE, GROUP, SCALES, E8M0, EXACT, ZEROS, NORM, ROW_SCALES, SCALE, TOP_K, GATE, ASM, W, R, N, C, X,
+            total, now, x_ptr, norm_ptr, scales_ptr, row_scales_ptr, scale_ptr, row, STEPS - KEPT + i, expert,
+            experts_ptr, start, inner, outs,
+            SIZE, GROUP, SCALES, E8M0, EXACT, SMALL, ZEROS, NORM, ROW_SCALES, SCALE, TOP_K, GATE, ASM, W, R, N, C, X,
+            X_AHEAD,
         )  # fmt: skip
     sums = gl.sum(total, 0)
+    if SMALL:
+        sums *= 4611686018427387904.0
     return sums * length if NORM else sums

@@ -7,31 +7,17 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.int_math import ceil_div
-from blockyard.kernels.moe.four_bits.mma_form import MmaForm, MmaTiling, check_operands, constants, pointers
-from blockyard.kernels.moe.four_bits.operands import along_2, along_4, block_of, weight_rows, x_layout
-from blockyard.kernels.moe.four_bits.product_steps import add_steps
-from blockyard.kernels.programmatic_launch import prefetch
+from blockyard.kernels.moe.four_bits.mma_form import (
+    MmaForm,
+    MmaTiling,
+    check_operands,
+    constants,
+    fetched_steps,
+    pointers,
+)
+from blockyard.kernels.moe.four_bits.operands import along_2, along_4, x_layout
+from blockyard.kernels.moe.four_bits.product_steps import add_steps, fetch_steps
 from blockyard.kernels.quantized.packed_weights import PackedWeights
-
-BLOCK = 128  # inputs of a warp in a step
-FETCHED = 4  # steps whose codes are fetched before the kernel waits
-
-
-@gluon.jit
-def _fetch_steps(
-    codes_ptr, experts_ptr, start, outs,
-    SIZE: gl.constexpr, TOP_K: gl.constexpr, EXPERTS: gl.constexpr, COUNT: gl.constexpr, W: gl.constexpr,
-    R: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
-    """Fetches the codes of the first COUNT steps to the L2 cache. Experts may be those of another step: then it is in
-    vain."""
-    S: gl.constexpr = gl.SliceLayout(2, C)
-    BLOCKS: gl.constexpr = (SIZE + 127) // 128
-    row = weight_rows(along_2(R, 1, S), start, outs, 0)
-    for step in gl.static_range(COUNT):
-        block, own, _ = block_of(step, along_2(W, 0, S), 0, experts_ptr, BLOCKS, W, TOP_K)
-        own = gl.minimum(gl.maximum(own, 0), EXPERTS - 1)
-        prefetch(codes_ptr + own * outs * (SIZE // 8) + (row * (SIZE // 8) + gl.minimum(block, BLOCKS - 1) * 16))
 
 
 @gluon.jit
@@ -39,9 +25,11 @@ def _row_sums_kernel(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, bias_ptr, scale_ptr, experts_ptr, shared_ptr, add_ptr,
     out_ptr, outs,
     SIZE: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, E8M0: gl.constexpr, EXACT: gl.constexpr,
-    ZEROS: gl.constexpr, ROW_SCALES: gl.constexpr, ASM: gl.constexpr, R: gl.constexpr, W: gl.constexpr,
-    AHEAD: gl.constexpr, BIAS: gl.constexpr, SCALE: gl.constexpr, SHARED: gl.constexpr, ADD: gl.constexpr,
-    TOP_K: gl.constexpr, EXPERTS: gl.constexpr, FETCH: gl.constexpr, PDL: gl.constexpr,
+    SMALL: gl.constexpr, ZEROS: gl.constexpr, ROW_SCALES: gl.constexpr, ASM: gl.constexpr, R: gl.constexpr,
+    W: gl.constexpr, AHEAD: gl.constexpr, X_AHEAD: gl.constexpr, COPIES: gl.constexpr,
+    BIAS: gl.constexpr, SCALE: gl.constexpr,
+    SHARED: gl.constexpr, ADD: gl.constexpr, TOP_K: gl.constexpr, EXPERTS: gl.constexpr, FETCH: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     # program (i, r): outputs i * R ... of row r; all columns are that row
     N: gl.constexpr = 8
@@ -50,8 +38,10 @@ def _row_sums_kernel(
     start = gl.program_id(0) * R
     if PDL:
         gdc_launch_dependents()
-        C: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
-        _fetch_steps(codes_ptr, own_ptr, start, outs, SIZE, TOP_K, EXPERTS, FETCH, W, R, C)
+        fetch_steps(
+            codes_ptr, scales_ptr, 0, own_ptr, start, outs, outs,
+            SIZE, GROUP, SCALES, TOP_K, EXPERTS, FETCH, 0, W, R,
+        )  # fmt: skip
         gdc_wait()
     X: gl.constexpr = x_layout(W, N)
     S: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8]))
@@ -60,7 +50,8 @@ def _row_sums_kernel(
     sums = add_steps(
         x_ptr, x_ptr, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, scale_ptr + row * TOP_K, rows, 0, own_ptr,
         start, outs, outs, row, 0.0,
-        SIZE, GROUP, SCALES, E8M0, EXACT, ZEROS, False, ROW_SCALES, SCALE, TOP_K, 0, ASM, W, R, N, AHEAD, X,
+        SIZE, GROUP, SCALES, E8M0, EXACT, SMALL, ZEROS, False, ROW_SCALES, SCALE, TOP_K, 0, ASM, W, R, N, AHEAD, X,
+        X_AHEAD, COPIES,
     )  # fmt: skip
     y = gl.convert_layout(gl.sum(gl.where(along_2(N, 1, S) == 0, sums, 0.0), 1), Y)
     out = start + gl.arange(0, R, Y)
@@ -101,11 +92,10 @@ def row_sums(
             raise ValueError(f"{list(one.shape)} {one.dtype} is not contiguous {[rows, outs]} {x.dtype}")
     out = torch.empty((rows, outs), dtype=x.dtype, device=x.device) if add_to is None else add_to
     if out.numel():
-        steps = ceil_div(ceil_div(weights.inputs, BLOCK) * top_k, tiling.warps)
         _row_sums_kernel[(ceil_div(outs, tiling.out_tile), rows)](
             x, *pointers(weights), out if bias is None else bias, out if scale is None else scale, experts,
             out if shared is None else shared, out, out, outs, BIAS=bias is not None, SCALE=scale is not None,
             SHARED=shared is not None, ADD=add_to is not None, TOP_K=top_k, EXPERTS=num_experts,
-            FETCH=min(steps, FETCHED), **constants(x, weights, form, tiling),
+            FETCH=fetched_steps(weights, tiling, top_k), **constants(x, weights, form, tiling, 8),
         )  # fmt: skip
     return out

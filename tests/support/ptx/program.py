@@ -142,9 +142,11 @@ class Program:
             return
         number = np.arange(self._threads)
         if name == "shfl":
-            assert "bfly" in parts or "idx" in parts
+            assert {"bfly", "idx", "up"} & set(parts)
             other = self._get(args[2]).astype(np.int64) % 32
             source = number ^ other if "bfly" in parts else number // 32 * 32 + other
+            if "up" in parts:
+                source = np.where(number % 32 >= other, number - other, number)
             made = self._get(args[1], 32)[source]
         elif name == "vote":
             assert "ballot" in parts
