@@ -20,8 +20,10 @@ NO_SCORE = gl.constexpr(-3e38)  # below all scores, but finite
 def _load_queries(
     q_ptr, head, GROUP: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr, WARPS: gl.constexpr, MMA: gl.constexpr
 ):  # fmt: skip
-    """Query heads of a K/V head in float16, [WARPS, DIM, HEADS], the same for each warp, and what they have to be
-    multiplied by: powers of two, [WARPS, HEADS] as scores have it."""
+    """Query heads of a K/V head in float16, [WARPS, DIM, HEADS], the same for each warp, and the factors of their scores.
+
+    The factors, [WARPS, HEADS], are powers of two: each head is scaled into the range of float16.
+    """
     OPERAND: gl.constexpr = gl.DotOperandLayout(1, MMA, 16)
     dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, gl.SliceLayout(2, OPERAND)))[None, :][:, :, None]
     group = gl.arange(0, HEADS, layout=gl.SliceLayout(0, gl.SliceLayout(1, OPERAND)))[None, :][:, None, :]
