@@ -20,7 +20,7 @@ NO_SCORE = gl.constexpr(-3e38)  # below all scores, but finite
 def _load_queries(
     q_ptr, head, GROUP: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr, WARPS: gl.constexpr, MMA: gl.constexpr
 ):  # fmt: skip
-    """Query heads of a K/V head in float16, [WARPS, DIM, HEADS], the same for each warp, and the factors of their scores.
+    """Query heads of a K/V head in float16, [WARPS, DIM, HEADS], the same for each warp, and factors of their scores.
 
     The factors, [WARPS, HEADS], are powers of two: each head is scaled into the range of float16.
     """
