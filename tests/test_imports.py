@@ -195,6 +195,7 @@ LAYERS["services/tokenizer_pool/chats"] = (
     "instruction_turns",
     "chat_template",
     "pair_template",
+    "text_template",
 )
 LAYERS["services/tokenizer_pool/workers"] = ("worker_frames", "job_limits", "fork_server", "job_turns", "job_queue")
 LAYERS["services/tokenizer_pool/workers"] += ("job_workers",)

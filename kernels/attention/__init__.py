@@ -1,6 +1,7 @@
 """Attention over the paged KV cache.
 
 - `paged_decode`: one new token a sequence. `split_kv` divides keys among programs, `combine` adds the splits up.
+  `paged_decode_fp8` is its kernel for an 8-bit cache on Hopper GPUs, `decode_fp8_tiles` what a warp of it does.
 - `fused_decode`: for one row, head norm, rotary embedding, KV write and attention in one kernel.
 - `paged_prefill`: several new tokens a sequence. `prefill_hopper` is the same for Hopper GPUs (`hopper_producer` loads,
   `hopper_consumer` computes). `prefill_splits` divides keys among programs for both.

@@ -58,7 +58,7 @@ class FusedDecodeConfig:
     """How a program divides its keys."""
 
     min_keys: int  # keys of a split, at least; combining splits takes 3 us
-    keys: int  # of a thread at a time
+    keys: int  # of a thread at a time, in the dtype of q
     warps: int
     programs: int  # at most, for each multiprocessor, if keys are split
     ahead: bool = False  # the next keys are loaded before these are used
@@ -194,7 +194,9 @@ def fused_decode(
     config = config or choose_config(head_dim)
     most_programs = config.programs * _MULTIPROCESSORS
     group, dim = heads // kv_heads, max(next_power_of_2(head_dim), 16)
-    lanes = max(config.warps * 512 // (dim * qkv.element_size()), config.warps if head_dim > 256 else 1)
+    # a thread loads 16 bytes of a key: a lane of 8-bit keys has fewer threads, and so many more keys at a time
+    lanes = max(config.warps * 512 // (dim * layer.element_size()), config.warps if head_dim > 256 else 1)
+    keys = max(config.keys * layer.element_size() // qkv.element_size(), 1)
     most_splits = ceil_div(rules.num_keys(max_seq_len), config.min_keys)
     max_splits = max(min(most_programs // max(rows * heads, 1), most_splits), 1)
     num_partials = rows * heads * max_splits
@@ -211,7 +213,7 @@ def fused_decode(
         CHUNKED=rules.chunked, GROUP=group,
         KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=block_size, ROTATE=rotation is not None,
         NORM=norm is not None, NORM_VALUES=norm is not None and len(norm.weight) == all_heads,
-        MIN_KEYS=config.min_keys, KEYS=config.keys, LANES=lanes,
+        MIN_KEYS=config.min_keys, KEYS=keys, LANES=lanes,
         SPLITS_AT_ONCE=min(max(_COMBINED_ELEMENTS // dim, 1), next_power_of_2(max_splits)),
         AHEAD=config.ahead, PDL=pdl,
         sinks_ptr=rules.sinks, num_warps=config.warps, num_stages=2, **pdl_options(pdl),

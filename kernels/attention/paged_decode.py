@@ -13,6 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.attention.attention_tiles import add_sinks, apply_soft_cap, check_sinks
 from blockyard.kernels.attention.combine import combine_if_last, combine_splits_kernel, splits_at_once
+from blockyard.kernels.attention.paged_decode_fp8 import fits_decode_fp8, launch_decode_fp8
 from blockyard.kernels.attention.paged_prefill import paged_prefill_reference
 from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.attention.split_kv import BLOCK_N, SplitKVSchedule, schedule_split_kv
@@ -149,8 +150,8 @@ def paged_decode(
     Blocks and positions are not checked on device. Raises ValueError for other shapes and dtypes.
     """
     rows, heads, head_dim = q.shape
-    kv_heads, block_size, scales = layer.shape[2], layer.shape[3], rules.kv_scales
-    check_attention_inputs(q, layer, metadata, scales)
+    kv_heads = layer.shape[2]
+    check_attention_inputs(q, layer, metadata, rules.kv_scales)
     check_sinks(q, rules.sinks)
     if out is None:
         out = torch.empty((rows, heads * head_dim), dtype=q.dtype, device=q.device)
@@ -162,26 +163,39 @@ def paged_decode(
         schedule = schedule_decode(q, layer, metadata, rules, max_seq_len)
     if schedule.row_splits.shape != (2, rows) or schedule.partial_out.shape[1:] != (heads, head_dim):
         raise ValueError(f"the schedule is for {schedule.row_splits.shape[1]} rows, {list(schedule.partial_out.shape)}")
-    dim, group, pdl = max(next_power_of_2(head_dim), 16), heads // kv_heads, supports_pdl(q.device)
-    warps = _WARPS if group == next_power_of_2(group) else _FEW_WARPS
-    in_kernel = rows * kv_heads >= _COMBINE_IN_KERNEL_PAIRS
-    _paged_decode_kernel[(schedule.programs * kv_heads,)](
-        q, layer, metadata.tables, schedule.work, schedule.starts, schedule.partial_out, schedule.lse,
-        schedule.row_splits, schedule.semaphores, out, q if scales is None else scales, q.stride(0),
-        metadata.tables.stride(0), schedule.work.shape[1], rows, rules.power_scale,
-        SCALED=scales is not None, CAP=rules.soft_cap or 0.0, GROUP=group, BLOCK_M=max(next_power_of_2(group), 16),
-        KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=block_size, BLOCK_N=_tile(dim, q.element_size()),
-        num_warps=warps, PDL=pdl, COMBINE_AT_ONCE=splits_at_once(group, dim) if in_kernel else 0,
-        maxnreg=min(_REGISTERS // warps, 255), num_stages=_STAGES if q.element_size() <= 2 else 1,
-        sinks_ptr=rules.sinks, **pdl_options(pdl),
-    )  # fmt: skip
+    pdl, in_kernel = supports_pdl(q.device), rows * kv_heads >= _COMBINE_IN_KERNEL_PAIRS
+    if fits_decode_fp8(q, layer):
+        launch_decode_fp8(q, layer, metadata, rules, out, schedule, in_kernel, pdl)
+    else:
+        _launch(q, layer, metadata, rules, out, schedule, in_kernel, pdl)
     if not in_kernel and len(schedule.lse) > rows:
+        dim = max(next_power_of_2(head_dim), 16)
         splits, dims = (_FEW_ROWS_SPLITS, min(_FEW_ROWS_DIMS, dim)) if rows <= _FEW_ROWS else (_SPLITS_AT_ONCE, dim)
         combine_splits_kernel[(rows, heads, ceil_div(head_dim, dims))](
             schedule.row_splits, schedule.partial_out, schedule.lse, out, rows, 1,
             HEADS=heads, HEAD_DIM=head_dim, DIM=dims, SPLITS=splits, sinks_ptr=rules.sinks, num_warps=4,
         )  # fmt: skip
     return out
+
+
+def _launch(
+    q: Tensor, layer: Tensor, metadata: PagedKVMetadata, rules: ScoreRules, out: Tensor, schedule: SplitKVSchedule,
+    in_kernel: bool, pdl: bool,
+) -> None:  # fmt: skip
+    """Launches the kernel for checked arguments of `paged_decode`. in_kernel: whether it combines splits."""
+    (rows, heads, head_dim), kv_heads, scales = q.shape, layer.shape[2], rules.kv_scales
+    dim, group = max(next_power_of_2(head_dim), 16), heads // kv_heads
+    warps = _WARPS if group == next_power_of_2(group) else _FEW_WARPS
+    _paged_decode_kernel[(schedule.programs * kv_heads,)](
+        q, layer, metadata.tables, schedule.work, schedule.starts, schedule.partial_out, schedule.lse,
+        schedule.row_splits, schedule.semaphores, out, q if scales is None else scales, q.stride(0),
+        metadata.tables.stride(0), schedule.work.shape[1], rows, rules.power_scale,
+        SCALED=scales is not None, CAP=rules.soft_cap or 0.0, GROUP=group, BLOCK_M=max(next_power_of_2(group), 16),
+        KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=layer.shape[3], BLOCK_N=_tile(dim, q.element_size()),
+        num_warps=warps, PDL=pdl, COMBINE_AT_ONCE=splits_at_once(group, dim) if in_kernel else 0,
+        maxnreg=min(_REGISTERS // warps, 255), num_stages=_STAGES if q.element_size() <= 2 else 1,
+        sinks_ptr=rules.sinks, **pdl_options(pdl),
+    )  # fmt: skip
 
 
 def _tile(dim: int, item_bytes: int) -> int:

@@ -22,6 +22,7 @@ from blockyard.kernels.lora.adapter_tiles import LARGE_TILE, TILE, tile_rows
 from blockyard.kernels.lora.expand import MOST_SPLITS, expand_kernel
 from blockyard.kernels.lora.one_row import expand_row_kernel, shrink_row_kernel
 from blockyard.kernels.lora.shrink import shrink_kernel
+from blockyard.kernels.lora.small_tiles import expand_small_kernel, shrink_small_kernel
 from blockyard.kernels.moe.map_experts import map_experts
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 from blockyard.kernels.tensor_checks import check_tensor
@@ -34,6 +35,12 @@ _REGISTERS, _MANY_REGISTERS = 128, 168  # of a thread, so that four programs fit
 _SHRINK_PROGRAMS, _SHRINK_REGISTERS = 396, 168  # of a shrink: three for each
 _ENOUGH = 264  # programs of a shrink of many rows: two for each multiprocessor
 _NUMBERS = 4  # of a program of one row
+_SMALL_PROGRAMS = 1056  # of small tiles: eight for each of 132 multiprocessors
+_SMALL_INPUTS, _SMALL_NUMBERS = 64, 32  # of a warp of their shrinks; numbers between the products of a program
+_SMALL_WARPS = 8  # of their shrinks; twice as many where there are many inputs
+_SMALL_MATRIX, _SMALL_RANKS = 2048, 64  # numbers of B that a program of their expands has at a time, of so many ranks
+_EXPAND_WARPS = 4
+_SMALL_REGISTERS = 96, 96  # of a thread of both: the compiler would use fewer, and load one behind the other
 _WIDE = 8  # elements of a wide load
 
 
@@ -55,6 +62,11 @@ class _AdapterLaunch:
     @property
     def is_by_row(self) -> bool:
         return self.tiles.tile == 1 and not self.is_of_experts
+
+    @property
+    def is_small(self) -> bool:
+        """Tiles of few rows with one adapter, where numbers and programs are so few that latency counts."""
+        return self.tiles.tile == TILE and not self.is_of_experts
 
     @property
     def rows(self) -> int:
@@ -156,7 +168,7 @@ def start_adapters(
     launch = _AdapterLaunch(
         table, places, tiles, pairs, inputs, norm, experts is not None, between is not None, is_early, pdl
     )
-    shrink = _shrink_rows if launch.is_by_row else _shrink_tiles
+    shrink = _shrink_rows if launch.is_by_row else _shrink_small if launch.is_small else _shrink_tiles
     h, squares = shrink(launch, x, gated)
     h = h if between is None else between(h[0])[None]
 
@@ -165,6 +177,8 @@ def start_adapters(
             raise ValueError(f"expected out [{pairs}, outputs], got {list(out.shape)} in steps of {out.stride()}")
         if launch.is_by_row:
             _expand_rows(launch, h, squares, out)
+        elif launch.is_small:
+            _expand_small(launch, h, squares, out)
         else:
             _expand_tiles(launch, h, squares, out, weights)
 
@@ -214,6 +228,42 @@ def _expand_rows(launch: _AdapterLaunch, h: Tensor, squares: Tensor, out: Tensor
         launch.inputs, 0.0 if launch.norm is None else launch.norm.eps,
         OUTPUTS=outputs, RANKS=ranks, SPLITS=launch.most_splits, WIDE=_WIDE, OUTPUTS_ALIGNED=launch.outputs_aligned,
         num_warps=ranks // _RANKS, **launch.options(),
+    )  # fmt: skip
+
+
+def _shrink_small(launch: _AdapterLaunch, x: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
+    table, inputs, padded, tiles = launch.table, launch.inputs, launch.padded_rank, launch.tiles
+    warps = _SMALL_WARPS * (1 if inputs <= _MANY_INPUTS else 2)
+    in_tile = _SMALL_INPUTS * warps
+    numbers = min(next_power_of_2(padded), _SMALL_NUMBERS)
+    steps = ceil_div(inputs, in_tile * launch.most_splits)
+    splits, num_numbers = ceil_div(inputs, steps * in_tile), ceil_div(table.num_parts * padded, numbers)
+    own = table.ranks if table.own_ranks is None else table.own_ranks
+    h, squares = _make_products(launch, x, splits)
+    shrink_small_kernel[(min(len(tiles.owners) * num_numbers * splits, _SMALL_PROGRAMS),)](
+        x, x if launch.norm is None else launch.norm.weight, tiles.rows, tiles.owners, table.arena, table.offsets,
+        table.ranks, own, h, squares, launch.pairs, len(tiles.owners), steps, splits, num_numbers, x.stride(0), inputs,
+        table.num_parts, padded, table.place_stride,
+        TILE=TILE, PIECES=warps, NUMBERS=numbers, INPUTS=_SMALL_INPUTS, MANY_STEPS=steps > 1,
+        OWN=table.own_ranks is not None, GATED=gated, num_warps=warps, num_stages=1 if steps == 1 else 2,
+        maxnreg=_SMALL_REGISTERS[0], **launch.options(),
+    )  # fmt: skip
+    return h, squares
+
+
+def _expand_small(launch: _AdapterLaunch, h: Tensor, squares: Tensor, out: Tensor) -> None:
+    table, tiles, ranks = launch.table, launch.tiles, min(next_power_of_2(launch.padded_rank), _SMALL_RANKS)
+    factor = 1 if launch.padded_rank <= _MOST_RANKS else 2
+    outputs = _SMALL_MATRIX * factor // ranks
+    of_tile = ceil_div(out.shape[1], outputs) + table.num_parts - 1  # at most, as each part begins with a tile
+    expand_small_kernel[(min(len(tiles.owners) * of_tile, _SMALL_PROGRAMS),)](
+        h, squares, tiles.rows, tiles.owners, table.arena, table.offsets, table.ranks, table.starts, table.sizes, out,
+        launch.pairs, len(tiles.owners), of_tile, out.stride(0), table.num_parts, launch.padded_rank,
+        table.place_stride, launch.inputs, 0.0 if launch.norm is None else launch.norm.eps,
+        TILE=TILE, PARTS=next_power_of_2(table.num_parts), OUTPUTS=outputs, RANKS=ranks,
+        MANY_RANKS=launch.padded_rank > ranks, SPLITS=len(h), WIDE=_WIDE,
+        OUTPUTS_ALIGNED=launch.outputs_aligned, num_warps=_EXPAND_WARPS * factor, num_stages=1,
+        maxnreg=_SMALL_REGISTERS[1], **launch.options(),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from blockyard.kernels.quantized.unpack_tiles import scale_numbers
 
 
 @gluon.jit
-def _of_group(tiles, start, NUMBER: gl.constexpr, OUT_TILE: gl.constexpr, L: gl.constexpr, E8M0: gl.constexpr):
+def of_group(tiles, start, NUMBER: gl.constexpr, OUT_TILE: gl.constexpr, L: gl.constexpr, E8M0: gl.constexpr):
     """Scales or zeros of the group NUMBER of a block as float32 [64, 1]."""
     loaded = tiles.slice(NUMBER * OUT_TILE + start, 64, 0).load(gl.SliceLayout(1, L))
     return gl.expand_dims(scale_numbers(loaded, E8M0), 1)
@@ -25,12 +25,12 @@ def _of_groups(
 ):
     """Scales or zeros of the 64 inputs from FIRST on as float32: [64, 1], or [64, 32] of pairs of inputs."""
     if GROUP % 128 == 0:
-        return _of_group(tiles, start, 0, OUT_TILE, L, E8M0)
+        return of_group(tiles, start, 0, OUT_TILE, L, E8M0)
     else:  # noqa: RET505, only one branch is compiled
-        found = _of_group(tiles, start, FIRST // GROUP, OUT_TILE, L, E8M0)
+        found = of_group(tiles, start, FIRST // GROUP, OUT_TILE, L, E8M0)
         pair = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, L)), 0)
         for i in gl.static_range(1, 64 // GROUP):
-            other = _of_group(tiles, start, FIRST // GROUP + i, OUT_TILE, L, E8M0)
+            other = of_group(tiles, start, FIRST // GROUP + i, OUT_TILE, L, E8M0)
             found = gl.where(pair < i * GROUP // 2, found, other)
         return found
 

@@ -84,14 +84,14 @@ def _floats(dtype: torch.dtype, of_words: bool, small: bool) -> str:
 def _from_table(bits: list[int], of_words: bool) -> str:
     words = [[bits[i + j] >> 8 * byte & 255 for j in range(4)] for byte in (0, 1) for i in (0, 4, 8, 12)]
     made = [f"mov.b32 t{i}, 0x{int.from_bytes(word, 'little'):08X};" for i, word in enumerate(words)]
-    first, second = (0x6240, 0x7351) if of_words else (0x5140, 0x7362)  # of the four numbers those of both outputs
-    both = ("$0", "$2"), ("$1", "$3")
-    for outs, shift in zip(both if of_words else (("$0", "$1"), ("$2", "$3")), (0, 4), strict=True):
-        made.append(f"shr.u32 c, $4, {shift}; and.b32 c, c, 0x0F0F0F0F; and.b32 m, c, 0x08080808; shl.b32 m, m, 4;")
-        made.append("prmt.b32 m, m, 0, 0xBA98; shr.u32 d, c, 4; or.b32 d, d, c; prmt.b32 d, d, 0, 0x4420;")
-        made.append("and.b32 d, d, 0x7777;")
-        for half, i in (("a", 0), ("b", 4)):  # lower and upper bytes of the four numbers
-            made.append(f"prmt.b32 {half}, t{i}, t{i + 1}, d; prmt.b32 e, t{i + 2}, t{i + 3}, d;")
+    # two bytes at a time, whose four codes are those of a lower and of an upper output
+    made.append("prmt.b32 x, $4, 0, 0x3120;" if of_words else "mov.b32 x, $4;")
+    # an index has three bits; a mask of the fourth ones chooses between the halves of the table
+    made.append("shl.b32 c, x, 4; and.b32 d, x, 0x77777777;")
+    for i, (low, high) in enumerate((("$0", "$1"), ("$2", "$3")) if of_words else (("$0", "$2"), ("$1", "$3"))):
+        made.append(f"prmt.b32 m, x, c, {('0x9D8C', '0xBFAE')[i]};" + " shr.u32 d, d, 16;" * i)
+        for half, first in (("a", 0), ("b", 4)):  # lower and upper bytes of the four numbers
+            made.append(f"prmt.b32 {half}, t{first}, t{first + 1}, d; prmt.b32 e, t{first + 2}, t{first + 3}, d;")
             made.append(f"lop3.b32 {half}, m, e, {half}, 0xCA;")
-        made.append(f"prmt.b32 {outs[0]}, a, b, 0x{first:X}; prmt.b32 {outs[1]}, a, b, 0x{second:X};")
-    return f"{{ .reg .b32 a, b, c, d, e, m, t0, t1, t2, t3, t4, t5, t6, t7; {' '.join(made)} }}"
+        made.append(f"prmt.b32 {low}, a, b, 0x6240; prmt.b32 {high}, a, b, 0x7351;")
+    return f"{{ .reg .b32 a, b, c, d, e, m, x, t0, t1, t2, t3, t4, t5, t6, t7; {' '.join(made)} }}"

@@ -107,7 +107,10 @@ class AdapterFolders:
 
 
 def find_folder(path: str, lora_dir: str, field: str = "lora_path") -> Path:
-    """Returns a folder below `lora_dir`, wherever links lead. field: that names it. Raises RequestError."""
+    """Returns a folder below `lora_dir`, wherever links lead, whose files are there, too. field: that names it.
+
+    Raises RequestError.
+    """
     if not lora_dir:
         raise RequestError("this server loads no adapters by request: --lora-dir names their folder", field)
     if not path or len(path) > MAX_PATH_CHARS or "\0" in path:
@@ -116,9 +119,12 @@ def find_folder(path: str, lora_dir: str, field: str = "lora_path") -> Path:
         base = Path(lora_dir).expanduser().resolve()
         folder = (base / Path(path).expanduser()).resolve()
         is_folder = folder.is_relative_to(base) and folder != base and folder.is_dir()
+        is_here = is_folder and all(one.resolve().is_relative_to(base) for one in folder.iterdir() if one.is_symlink())
     except (OSError, RuntimeError, ValueError) as e:  # whose text may have the path on the server
         cause = e.strerror if isinstance(e, OSError) else type(e).__name__
         raise RequestError(f"{field} {path!r} cannot be read: {cause}", field) from e
     if not is_folder:  # one message: a client does not learn which folders there are elsewhere
         raise RequestError(f"{field} {path!r} is no folder below --lora-dir", field)
+    if not is_here:
+        raise RequestError(f"{field} {path!r} has links that lead out of --lora-dir", field)
     return folder

@@ -85,8 +85,9 @@ class PoolingPipeline:
             return await score_pairs(self._client.pooling, call, request.pairs.pairs(), request.pairs.compares)
         if request.messages is None:
             return await self._client.pooling.pool(self._call(request, request.inputs(), name, tenant))
-        # cut as a text, it keeps its special tokens
-        as_text = request.truncate_prompt_tokens is not None and request.add_special_tokens is True
+        pooling, cuts = request.card.pooling, request.truncate_prompt_tokens is not None
+        # cut as a text, it keeps its special tokens, if the template does not write it once more
+        as_text = cuts and request.add_special_tokens is True and pooling is not None and not pooling.writes_messages
         prompt = msgspec.structs.replace(request.messages, want_text=as_text)
         [rendered] = await self._client.tokenizer_client.tokenize([prompt], f"{name}-messages", tenant=tenant)
         given = rendered.text if as_text else rendered.token_ids

@@ -43,7 +43,7 @@ def run(args: Sequence[str]) -> int:
     if len(positionals) > 2:
         raise ConfigError(f"run {service}: expected one model, got {' '.join(positionals[1:])}")
     if len(positionals) == 2:
-        values = values.with_given({"model": ParsedFlag(positionals[1], "model")})
+        values = sources.with_model(values, positionals[1])
     is_replica = service == "gpu_worker" and values.is_given("data-parallel-rank")
     if values.get("data-parallel-size", int) > 1 and not is_replica:
         where = values.where("data-parallel-size")

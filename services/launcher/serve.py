@@ -17,7 +17,7 @@ from blockyard.services.launcher.supervision.child import service_specs
 from blockyard.services.launcher.supervision.ring import Ring, local_bus
 from blockyard.services.launcher.supervision.run_dir import RunDir
 from blockyard.services.launcher.supervision.start_up import PlainDisplay, StartupDisplay, StartupProgressBars
-from blockyard.shared.config.parsed_flags import ParsedFlag, ParsedFlags, Values
+from blockyard.shared.config.parsed_flags import ParsedFlag, Values
 from blockyard.shared.config.resolve import Deployment, resolve
 from blockyard.shared.config.server import log_settings
 from blockyard.shared.errors import ConfigError
@@ -54,14 +54,13 @@ def read_values(args: Sequence[str]) -> tuple[Values, list[str]]:
     values, positionals, notes = sources.read(args, os.environ)
     if len(positionals) > 1:
         raise ConfigError(f"expected one model, got {' '.join(positionals)}")
-    if positionals and values.is_given("model") and values["model"] != positionals[0]:
-        raise ConfigError(f"model {positionals[0]} and {values.where('model')} {values['model']}: which one?")
-    model: ParsedFlags = {"model": ParsedFlag(positionals[0], "model")} if positionals else {}
-    if not positionals and not values.is_given("model") and values["worker-cls"] == "mock":
-        model = {
-            "model": ParsedFlag(model_files.DEMO, "model")
-        }  # the mock needs any tokenizer; the demo's needs no network
-    return values.with_given(model), notes
+    if positionals:
+        values = sources.with_model(values, positionals[0])
+    elif not values.is_given("model") and values["worker-cls"] == "mock":
+        values = values.with_given(
+            {"model": ParsedFlag(model_files.DEMO, "model")}
+        )  # the mock needs any tokenizer; the demo's needs no network
+    return values, notes
 
 
 def make_display(deployment: Deployment, out: TextIO, shows_bars: bool = True) -> StartupDisplay:

@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 
 from blockyard.shared.config import parsed_flags
-from blockyard.shared.config.parsed_flags import ParsedFlags, Values
+from blockyard.shared.config.parsed_flags import ParsedFlag, ParsedFlags, Values
 from blockyard.shared.errors import ConfigError
 
 
@@ -17,12 +17,22 @@ def read(args: Sequence[str], environ: Mapping[str, str]) -> tuple[Values, list[
     return values, positionals, notes
 
 
+def with_model(values: Values, model: str) -> Values:
+    """Returns the flags with a positional argument as the model, which has precedence over the environment and a file.
+
+    Raises ConfigError if a flag of the command line names another one.
+    """
+    if values.where("model").startswith("-") and values.is_given("model") and values["model"] != model:
+        raise ConfigError(f"model {model} and {values.where('model')} {values['model']}: which one?")
+    return values.with_given({"model": ParsedFlag(model, "model")})
+
+
 def combine(
     given: ParsedFlags, environ: Mapping[str, str], known: Container[str] | None = None
 ) -> tuple[Values, list[str]]:
     """Adds flags of the environment and the --config file to `given`; with `known` only these. Raises ConfigError."""
     environment, notes = parsed_flags.from_environment(environ)
-    path = (given.get("config") or environment.get("config") or parsed_flags.ParsedFlag(None, "")).value
+    path = (given.get("config") or environment.get("config") or ParsedFlag(None, "")).value
     file = read_yaml(Path(path)) if isinstance(path, str) else {}
     if known is not None:
         environment, file = ({k: v for k, v in flags.items() if k in known} for flags in (environment, file))

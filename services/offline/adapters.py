@@ -1,11 +1,11 @@
 """Adapters of offline calls: each request may have one of LoRA and one of prompts, loaded when first asked for."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from blockyard.services.offline.batch import Adapters
+from blockyard.services.offline.batch import Adapters, OfflineRequest
 from blockyard.services.offline.session import Session
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import AdapterCard, Control, ControlVerb
@@ -16,12 +16,13 @@ LORA, PROMPT = "lora", "prompt_adapter"  # with which vLLM's names of arguments 
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """An adapter by its name, as vLLM's. `lora_int_id` has no effect: the name is what counts."""
+    """An adapter by its name, as vLLM's. Under another `lora_int_id` than before its folder is read again."""
 
     lora_name: str
     lora_int_id: int = 1
     lora_path: str = ""
     base_model_name: str | None = None
+    load_inplace: bool = False  # the folder is read again
 
     def __post_init__(self) -> None:
         _check(LORA, self.lora_name, "lora_int_id", self.lora_int_id)
@@ -29,7 +30,8 @@ class LoRARequest:
 
 @dataclass(frozen=True, slots=True)
 class PromptAdapterRequest:
-    """A prompt adapter by its name, as vLLM's. The id has no effect, and the folder says how many tokens it has."""
+    """A prompt adapter by its name, as vLLM's. Under another id than before its folder is read again, which says how
+    many tokens it has."""
 
     prompt_adapter_name: str
     prompt_adapter_id: int = 1
@@ -46,23 +48,46 @@ PromptAdapterRequests = PromptAdapterRequest | Sequence[PromptAdapterRequest | N
 Asked = TypeVar("Asked", LoRARequest, PromptAdapterRequest)
 
 
-def read_adapters(
-    session: Session, lora: LoRARequests, num_prompts: int, prompt: PromptAdapterRequests = None
-) -> list[Adapters]:
-    """Returns the adapters of each prompt, loaded. Raises RequestError."""
+@dataclass(frozen=True, slots=True)
+class AskedAdapters:
+    """What each prompt of a call is to have. The names and folders are checked, and nothing is loaded."""
+
+    of_lora: Sequence[LoRARequest | None]
+    of_prompts: Sequence[PromptAdapterRequest | None]
+
+    def load(self, session: Session) -> list[Adapters]:
+        """Returns the adapters of each prompt, loaded. Raises RequestError."""
+        loaded: dict[LoRARequest | PromptAdapterRequest, AdapterCard] = {}
+        for one in dict.fromkeys(one for one in self.of_lora if one is not None):
+            columns = LORA, one.lora_name, one.lora_path, "lora_path", one.lora_int_id
+            loaded[one] = _load(session, *columns, reads_again=one.load_inplace)
+        for other in dict.fromkeys(one for one in self.of_prompts if one is not None):
+            path = other.prompt_adapter_local_path
+            name, number = other.prompt_adapter_name, other.prompt_adapter_id
+            loaded[other] = _load(session, PROMPT, name, path, "prompt_adapter_local_path", number)
+        pairs = zip(self.of_lora, self.of_prompts, strict=True)
+        return [tuple(loaded[one] for one in pair if one is not None) for pair in pairs]
+
+    def load_for(self, session: Session, requests: list[OfflineRequest]) -> list[OfflineRequest]:
+        """Returns the requests with their adapters, loaded. Raises RequestError."""
+        return [replace(one, adapters=own) for one, own in zip(requests, self.load(session), strict=True)]
+
+
+def ask_adapters(lora: LoRARequests, num_prompts: int, prompt: PromptAdapterRequests = None) -> AskedAdapters:
+    """Reads the arguments of a call. Raises RequestError."""
     of_lora = _each(LoRARequest, f"{LORA}_request", lora, num_prompts)
     of_prompts = _each(PromptAdapterRequest, f"{PROMPT}_request", prompt, num_prompts)
     named = [(LORA, one.lora_name, one.lora_path) for one in of_lora if one is not None]
     named += [(PROMPT, one.prompt_adapter_name, one.prompt_adapter_local_path) for one in of_prompts if one is not None]
     _check_names(named)
-    loaded: dict[LoRARequest | PromptAdapterRequest, AdapterCard] = {}
-    for one in dict.fromkeys(one for one in of_lora if one is not None):
-        loaded[one] = _load(session, LORA, one.lora_name, one.lora_path, "lora_path")
-    for other in dict.fromkeys(one for one in of_prompts if one is not None):
-        path = other.prompt_adapter_local_path
-        loaded[other] = _load(session, PROMPT, other.prompt_adapter_name, path, "prompt_adapter_local_path")
-    pairs = zip(of_lora, of_prompts, strict=True)
-    return [tuple(loaded[one] for one in pair if one is not None) for pair in pairs]
+    return AskedAdapters(of_lora, of_prompts)
+
+
+def read_adapters(
+    session: Session, lora: LoRARequests, num_prompts: int, prompt: PromptAdapterRequests = None
+) -> list[Adapters]:
+    """Returns the adapters of each prompt, loaded. Raises RequestError."""
+    return ask_adapters(lora, num_prompts, prompt).load(session)
 
 
 def _check(kind: str, name: str, id_field: str, number: int) -> None:
@@ -105,7 +130,10 @@ def _each(
     return each
 
 
-def _load(session: Session, kind: str, name: str, path: str, path_field: str) -> AdapterCard:
+def _load(
+    session: Session, kind: str, name: str, path: str, path_field: str, number: int, *, reads_again: bool = False
+) -> AdapterCard:
+    """number: the caller's, of these bytes. reads_again: also if the folder is loaded under this number."""
     model, field, is_prompt = session.card.names[0], f"{kind}_request", kind == PROMPT
     folder = _folder(path)
 
@@ -115,12 +143,14 @@ def _load(session: Session, kind: str, name: str, path: str, path_field: str) ->
             raise RequestError(f"the adapter {name!r} is not loaded, and {path_field} is empty", field, 404)
         if found is not None and not folder and found.is_prompt != is_prompt:
             raise RequestError(f"{name!r} is {'no' if is_prompt else 'a'} prompt adapter", field)
-        if found is None or (folder and (folder != found.root or found.is_prompt != is_prompt)):
+        is_other = reads_again or session.adapter_numbers.get(name, number) != number
+        if found is None or (folder and (is_other or folder != found.root or found.is_prompt != is_prompt)):
             verb = ControlVerb.LOAD_ADAPTER
             control = Control("", verb, adapter=name, adapter_path=folder, replace=True, is_prompt=is_prompt)
             await client.controls.ask(control)
             found = _named(client, model, name)
         assert found is not None, "the answer to a load has the adapter"
+        session.adapter_numbers[name] = number
         return found
 
     return session.call(load)

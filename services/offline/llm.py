@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, get_args
 
-from blockyard.services.offline.adapters import LoRARequests, PromptAdapterRequests, read_adapters
+from blockyard.services.offline.adapters import AskedAdapters, LoRARequests, PromptAdapterRequests, ask_adapters
 from blockyard.services.offline.batch import OfflineRequest
 from blockyard.services.offline.beam_search import BeamSearchOutput, BeamSearchParams, beam_output
 from blockyard.services.offline.engine_args import EngineArgsBase
@@ -157,14 +157,15 @@ class LLM(RingOperations, PoolingMethods):
     ) -> list[RequestOutput]:
         check_bar(show_bar)
         lora, prompt = adapters
-        loaded = read_adapters(self._session, lora, len(prompts), prompt)
-        requests = self._running.requests(prompts, params, priority, loaded)
+        asked = ask_adapters(lora, len(prompts), prompt)
+        requests = self._running.requests(prompts, params, priority)
         processes, content = self._running.processes, b""
         if not isinstance(processes, OneProcess):
-            content = digest_of(requests)
-        return processes.run("generate", content, lambda: self._run_here(requests, show_bar))
+            content = digest_of(requests, asked)
+        return processes.run("generate", content, lambda: self._run_here(requests, asked, show_bar))
 
-    def _run_here(self, requests: list[OfflineRequest], show_bar: UseTqdm) -> list[RequestOutput]:
+    def _run_here(self, requests: list[OfflineRequest], asked: AskedAdapters, show_bar: UseTqdm) -> list[RequestOutput]:
+        requests = asked.load_for(self._session, requests)
         batch, future = self._session.submit(requests)
         try:
             wait(batch.progress, future, len(requests), show_bar)

@@ -71,6 +71,7 @@ class Session:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._batches: set[OfflineBatch] = set()
         self._num_batches = 0
+        self.adapter_numbers: dict[str, int] = {}  # by name: the caller's number of the bytes that were read last
         self._end_reason = ""  # why the ring has ended; empty while it runs
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="blockyard ring", daemon=True)

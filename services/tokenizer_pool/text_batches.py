@@ -1,11 +1,12 @@
 """Turns many texts, or pairs of texts, into ids at once. No sockets."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tokenizers import Encoding, Tokenizer
 
 from blockyard.services.tokenizer_pool.chats.pair_template import PairTemplate
+from blockyard.services.tokenizer_pool.chats.text_template import TextTemplate
 from blockyard.services.tokenizer_pool.token_chars import TokenChars
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import TextError, TextsTokenized, TokenizeTexts
@@ -17,10 +18,16 @@ class TextBatches:
     """One tokenizer. Its truncation is off between two calls."""
 
     def __init__(
-        self, tokenizer: Tokenizer, token_chars: TokenChars | None, pair_template: PairTemplate | None = None
+        self,
+        tokenizer: Tokenizer,
+        token_chars: TokenChars | None,
+        pair_template: PairTemplate | None = None,
+        text_template: TextTemplate | None = None,
     ) -> None:
-        """token_chars: as in `TextCodec`. pair_template: None for pairs that the tokenizer joins."""
-        self._tokenizer, self._token_chars, self._pair_template = tokenizer, token_chars, pair_template
+        """token_chars: as in `TextCodec`. pair_template: None for pairs that the tokenizer joins. text_template: None
+        for texts that are tokenized as they are."""
+        self._tokenizer, self._token_chars = tokenizer, token_chars
+        self._pair_template, self._text_template = pair_template, text_template
         self._special_ids = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
 
     def encode(self, request: TokenizeTexts, vocab_size: int) -> TextsTokenized:
@@ -38,7 +45,8 @@ class TextBatches:
             if request.seconds:
                 seconds.append(_second_start(encodings[i]) if found else 0)
         listed = [errors[i] for i in sorted(errors)]
-        skip = self._prompt_length(request) if request.prompt and request.counts_prompt else 0
+        counts = request.prompt and request.counts_prompt and self._text_template is None
+        skip = self._prompt_length(request) if counts else 0
         return TextsTokenized(request.request_id, ids.tobytes(), lengths.tobytes(), seconds.tobytes(), skip, listed)
 
     def _refused(self, request: TokenizeTexts) -> dict[int, TextError]:
@@ -66,6 +74,8 @@ class TextBatches:
         """Encodes the texts at these places by one call; sides of pairs with limits of their own by one call each."""
         if request.seconds and self._pair_template is not None:
             return self._rendered(self._pair_template, request, wanted)
+        if not request.seconds and self._text_template is not None:
+            return self._written(self._text_template, request, wanted)
         if request.instruction is not None:
             raise RequestError("this model has no template of pairs that shows an instruction", "instruction")
         texts = [request.prompt + request.texts[i] for i in wanted]
@@ -89,34 +99,47 @@ class TextBatches:
             self._tokenizer.no_truncation()
 
     def _rendered(self, template: PairTemplate, request: TokenizeTexts, wanted: Sequence[int]) -> list[Encoding]:
-        """Encodes rendered pairs. Templates have special tokens. If a pair is too long, the document is cut."""
-        queries = self._cut_texts([request.texts[i] for i in wanted], request.max_first_tokens)
-        documents = self._cut_texts([request.seconds[i] for i in wanted], request.max_second_tokens)
-        texts = [
-            template.render(query, document, request.instruction)
-            for query, document in zip(queries, documents, strict=True)
-        ]
+        """Encodes rendered pairs. Templates have special tokens. If a pair is too long, the document is cut.
+
+        The model's prompt is the instruction of a request without one, as in sentence-transformers.
+        """
+        instruction = request.prompt or None if request.instruction is None else request.instruction
+        left = request.truncates_left
+        queries = self._cut_texts([request.texts[i] for i in wanted], left, request.max_first_tokens)
+        documents = self._cut_texts([request.seconds[i] for i in wanted], left, request.max_second_tokens)
+        return self._fitted(request, documents, lambda i, document: template.render(queries[i], document, instruction))
+
+    def _written(self, template: TextTemplate, request: TokenizeTexts, wanted: Sequence[int]) -> list[Encoding]:
+        """Encodes texts that the chat template writes. If one is too long, it is cut, and not what is around it."""
+        texts = [request.texts[i] for i in wanted]
+        texts = self._cut_texts(texts, request.truncates_left, request.max_first_tokens)
+        return self._fitted(request, texts, lambda _, text: template.render(text, request.prompt))
+
+    def _fitted(self, request: TokenizeTexts, texts: list[str], render: Callable[[int, str], str]) -> list[Encoding]:
+        """Encodes what `render` makes of each place and text. If it has to be cut to fit, the text is."""
         self._tokenizer.no_truncation()
-        found = list(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
-        for place, encoding in enumerate(found):
-            excess = len(encoding.ids) - request.max_tokens
-            if request.truncate and request.max_tokens and excess > 0:
-                (document,) = self._cut_texts(documents[place : place + 1], 0, excess)
-                text = template.render(queries[place], document, request.instruction)
-                (found[place],) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        written = [render(place, text) for place, text in enumerate(texts)]
+        found = list(self._tokenizer.encode_batch_fast(written, add_special_tokens=False))
+        most = request.max_tokens if request.truncate else 0
+        for place, text in enumerate(texts):
+            kept, before = text, ""
+            # once more where a part of a word that is left takes more tokens than within the text
+            while most and kept != before and (excess := len(found[place].ids) - most) > 0:
+                before = kept
+                (kept,) = self._cut_texts([before], request.truncates_left, 0, excess)
+                (found[place],) = self._tokenizer.encode_batch_fast([render(place, kept)], add_special_tokens=False)
         return found
 
-    def _cut_texts(self, texts: list[str], most: int, excess: int = 0) -> list[str]:
-        """Returns the beginnings of texts: the first `most` tokens (0: all), without `excess` tokens at the end."""
+    def _cut_texts(self, texts: list[str], left: bool, most: int, excess: int = 0) -> list[str]:
+        """Returns the beginnings of texts, or with `left` their ends: `most` tokens (0: all) without `excess` ones."""
         if not most and not excess:
             return texts
         self._tokenizer.no_truncation()
-        kept = []
-        for text, encoding in zip(texts, self._tokenizer.encode_batch(texts, add_special_tokens=False), strict=True):
-            count = max(0, (most or len(encoding.ids)) - excess)
-            end = encoding.offsets[count - 1][1] if count else 0
-            kept.append(text if count >= len(encoding.ids) else text[:end])
-        return kept
+        encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [
+            _cut_text(text, encoding.offsets, max(0, (most or len(encoding.ids)) - excess), left)
+            for text, encoding in zip(texts, encodings, strict=True)
+        ]
 
     def _cut(self, texts: list[str], most: int, left: bool) -> list[Encoding]:
         """Encodes texts without special tokens, up to `most` tokens (0: no limit)."""
@@ -136,9 +159,29 @@ class TextBatches:
         return len(ids) - 1 if ids and ids[-1] in self._special_ids else len(ids)
 
 
+def _cut_text(text: str, offsets: Sequence[tuple[int, int]], count: int, left: bool) -> str:
+    """The characters of the first `count` tokens, or with `left` of the last ones. offsets: of all tokens.
+
+    Several tokens may be bytes of one character, which is cut then.
+    """
+    if count >= len(offsets):
+        return text
+    if not count:
+        return ""
+    if left:
+        return text[max(offsets[-count][0], offsets[-count - 1][1]) :]
+    return text[: min(offsets[count - 1][1], offsets[count][0])]
+
+
 def _problem(index: int, ids: list[int], request: TokenizeTexts, vocab_size: int) -> TextError | None:
     """Why a text cannot be computed. If a pair is too long, the longer text of it is named."""
     if request.max_tokens and len(ids) > request.max_tokens:
+        if request.truncate:
+            message = (
+                f"The text cannot be cut to {request.max_tokens} tokens: the special tokens around it, or the template "
+                "with the other text, take more."
+            )
+            return TextError(index, message, False, TOO_LONG, len(ids), request.max_tokens)
         is_second = bool(request.seconds) and len(request.seconds[index]) >= len(request.texts[index])
         return _too_long(index, str(len(ids)), len(ids), request.max_tokens, is_second)
     if max(ids) >= vocab_size:

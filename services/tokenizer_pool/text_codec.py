@@ -7,6 +7,7 @@ from tokenizers import Tokenizer
 
 from blockyard.services.tokenizer_pool.chats.chat_template import Chat, ChatTemplates
 from blockyard.services.tokenizer_pool.chats.pair_template import PairTemplate
+from blockyard.services.tokenizer_pool.chats.text_template import TextTemplate
 from blockyard.services.tokenizer_pool.fill_in_middle import FillInMiddle
 from blockyard.services.tokenizer_pool.text_batches import TextBatches
 from blockyard.services.tokenizer_pool.token_chars import TokenChars
@@ -64,8 +65,10 @@ class TextCodec:
         self._token_chars = token_chars
         self._settings = settings
         self._fill_in_middle = FillInMiddle(tokenizer, config.fim_template)
-        pairs = None if config.pair_template is None else PairTemplate(config.pair_template)
-        self._batches = TextBatches(tokenizer, token_chars, pairs)
+        source, messages = config.pair_template, config.messages
+        pairs = None if source is None else PairTemplate(source, templates.special_tokens, messages)
+        written = TextTemplate(templates, messages) if messages.writes_texts else None
+        self._batches = TextBatches(tokenizer, token_chars, pairs, written)
         self._phases: Phases = Unlimited()
 
     def set_phases(self, phases: Phases) -> None:

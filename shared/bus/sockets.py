@@ -14,6 +14,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from blockyard.shared.bus.curve import KeyPair, read_keys
 from blockyard.shared.config.services.process import BusConfig
+from blockyard.shared.errors import ConfigError
 
 TCP_HEARTBEAT_MS = 1000
 TCP_SILENCE_MS = 4000
@@ -98,7 +99,8 @@ class Sockets:
             self._zap.configure_curve_callback(domain="blockyard", credentials_provider=_OneKey(self._keys.public))
 
     def bind_router(self, endpoint: str | None = None, handover: bool = False) -> Bound:
-        """Binds to `endpoint`, or to a new address of the configured kind. Raises zmq.ZMQError if it is in use.
+        """Binds to `endpoint`, or to a new address of the configured kind. Raises zmq.ZMQError if it is in use, and
+        ConfigError if this machine has no such address as the configured one.
 
         handover: a new connection with the routing id of another one replaces it. Without it libzmq ignores the new
         one for as long as it takes the old one for alive, and often for good. For peers that connect again by
@@ -113,9 +115,13 @@ class Sockets:
             router.curve_publickey = self._keys.public
             router.curve_secretkey = self._keys.secret
             router.zap_domain = b"blockyard"
-        if endpoint is None:
-            endpoint = self._fresh_address()
-        router.bind(endpoint)
+        try:
+            router.bind(self._fresh_address() if endpoint is None else endpoint)
+        except zmq.ZMQError as e:
+            router.close()
+            if endpoint is None:
+                raise ConfigError(f"--bind {self._bus.bind}: {zmq.strerror(e.errno or 0)}") from e
+            raise
         return Bound(router, self._dialled_as(router.getsockopt_string(zmq.LAST_ENDPOINT)))
 
     def connect_dealer(

@@ -116,7 +116,10 @@ def from_command_line(args: Sequence[str]) -> tuple[ParsedFlags, list[str]]:
 
 
 def from_environment(environ: Mapping[str, str]) -> tuple[ParsedFlags, list[str]]:
-    """Returns flags of BLOCKYARD_* variables, and notes on ignored variables. Lists are JSON or separated by spaces."""
+    """Returns flags of BLOCKYARD_* variables, and notes on ignored variables.
+
+    Lists are JSON or separated by spaces, those of integers also by commas.
+    """
     by_variable = {variable(name): flag for name, flag in NAMES.items()}
     given: ParsedFlags = {}
     foreign: list[str] = []
@@ -131,7 +134,7 @@ def from_environment(environ: Mapping[str, str]) -> tuple[ParsedFlags, list[str]
             raise ConfigError(_unknown(name, name, list(by_variable)))
         if flag.name in given:
             raise ConfigError(f"{name}: given twice, {given[flag.name].where} is the same flag")
-        words: object = text.split() if flag.kind in LISTS and not text.startswith("[") else text
+        words: object = text.split() if flag.kind is FlagKind.LIST and not text.startswith("[") else text
         given[flag.name] = ParsedFlag(coerce(flag, words, name), name)
     return given, _note(foreign)
 

@@ -34,6 +34,7 @@ from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.config.pooling.pooling_card import hidden_size
 from blockyard.shared.config.pooling.pooling_fields import (
     is_encoder,
+    message_settings,
     pair_template,
     pooling_notes,
     task_of,
@@ -184,6 +185,7 @@ def tokenizer(values: Values, model: Checkpoint, process: ProcessConfig) -> Toke
             "served_model_names": served_names(values),
             "chat_template": chat_template(values),
             "pair_template": pair_template(values, model),
+            "messages": message_settings(values, model),
             "block_scope": block_scope(values, model),
             "grammar_engine": structured_outputs.grammar_defaults(values).engine,
         },

@@ -17,7 +17,8 @@ OUTPUT_LAYERS = ("lm_head", "embed_out", "output_layer", "score", "classifier") 
 
 Names = list[str] | str | None
 T = TypeVar("T")
-Rank = Annotated[int, msgspec.Meta(ge=1)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
+Index = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 # how A and B are initialized changes the base weights as well: the product of a base that lacks it is wrong
 OTHER_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -39,7 +40,7 @@ TRAINING = frozenset(
     [
         *("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config"),
         *("fan_in_fan_out", "inference_mode", "init_lora_weights", "loftq_config", "lora_dropout", "lora_ga_config"),
-        *("megatron_core", "peft_type", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type"),
+        *("megatron_core", "peft_type", "qalora_group_size", "revision", "runtime_config", "task_type"),
     ]
 )
 
@@ -47,21 +48,28 @@ TRAINING = frozenset(
 class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of adapter_config.json that a product depends on."""
 
-    r: Rank = 8
+    r: Count = 8
     lora_alpha: float = 8
-    rank_pattern: dict[str, Rank] | None = None
+    rank_pattern: dict[str, Count] | None = None
     alpha_pattern: dict[str, float] | None = None
     use_rslora: bool = False
     target_modules: Names = None
     exclude_modules: Names = None
-    layers_to_transform: list[int] | int | None = None
+    layers_to_transform: list[Index] | Index | None = None
     layers_pattern: Names = None
     target_parameters: list[str] | None = None
     modules_to_save: list[str] | None = None
-    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    trainable_token_indices: list[Index] | dict[str, list[Index]] | None = None
     bias: str = "none"
     lora_bias: bool = False
-    context_length: int | None = None  # of adapters for longer contexts, which vLLM reads
+    context_length: Count | None = None  # of adapters for longer contexts, which vLLM reads
+    peft_version: str | None = None  # that wrote it; None: one before 0.18
+
+    @property
+    def exchanges_stacks(self) -> bool:
+        """Whether A and B of a stack [experts, out, in] are of its outputs and inputs, as of releases before 0.19.1."""
+        written_by = [int(number) for number in re.findall(r"\d+", (self.peft_version or "").partition("@")[0])]
+        return written_by < [0, 19, 1]
 
     def rank_of(self, module: str) -> int:
         return _by_pattern(self.rank_pattern or {}, module, self.r)
@@ -102,6 +110,12 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
             return []
         return [one for one in self.target_modules if not any(_is_named([one], module) for module in modules)]
 
+    def idle_parameters(self, parameters: Sequence[str]) -> list[str]:
+        """The entries of `target_parameters` that name none of these. With `exclude_modules` none is told."""
+        if self.exclude_modules:
+            return []
+        return [one for one in self.target_parameters or [] if not any(_is_named([one], name) for name in parameters)]
+
     def _has_layer(self, module: str) -> bool:
         wanted = self.layers_to_transform
         if wanted is None or wanted == []:
@@ -128,7 +142,7 @@ def parse_config(content: bytes) -> ParsedConfig:
     """Reads the bytes of adapter_config.json. Raises AdapterError for what is not served, by its name."""
     try:
         fields = msgspec.json.decode(content, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise AdapterError(f"{CONFIG_FILE} is not a JSON object: {e}") from e
     _refuse(fields)
     try:
@@ -174,7 +188,7 @@ def _check(config: AdapterConfig) -> None:
     for expression in expressions:
         try:
             re.compile(expression)
-        except re.error as e:
+        except (re.error, OverflowError, RecursionError) as e:  # of numbers in it, and of its groups
             raise AdapterError(f"{CONFIG_FILE}: {expression!r} is not a regular expression: {e}") from e
 
 

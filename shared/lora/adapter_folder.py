@@ -65,7 +65,7 @@ def read_header(path: Path, name: str = "") -> dict[str, HeaderTensor]:
         fields = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         fields.pop("__metadata__", None)
         found = {key: msgspec.json.decode(raw, type=HeaderTensor) for key, raw in fields.items()}
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise AdapterError(f"{name} is not a safetensors file: {e}") from e
     needed = LENGTH_BYTES + length + max((entry.data_offsets[1] for entry in found.values()), default=0)
     if size != needed:

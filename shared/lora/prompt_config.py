@@ -39,7 +39,7 @@ def is_prompt_adapter(folder: Path) -> bool:
     """Whether the config in a folder is one of a prompt adapter. False also if it cannot be read."""
     try:
         return msgspec.json.decode(read_config_bytes(folder), type=_TypeField).peft_type in SERVED
-    except (AdapterError, msgspec.DecodeError, UnicodeDecodeError):
+    except (AdapterError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
 
 
@@ -48,7 +48,7 @@ def read_prompt_config(folder: Path) -> tuple[bytes, PromptAdapterConfig, list[s
     content = read_config_bytes(folder)
     try:
         fields = msgspec.json.decode(content, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise AdapterError(f"{CONFIG_FILE} is not a JSON object: {e}") from e
     kind = fields.get("peft_type")
     if kind not in SERVED:

@@ -61,6 +61,7 @@ class AdapterCard(FrameStruct, frozen=True):
     max_len: int = 0  # tokens of its longest sequence, if it is for longer contexts than the model; 0: it is not
     num_added_tokens: int = 0  # ids behind the model's vocabulary, which its requests may name
     has_tokenizer: bool = False  # its requests have the tokenizer and chat templates in its folder
+    was_asked_for: bool = False  # by an operator or a request; False: the scheduler's flags name it
 
     @property
     def is_prompt(self) -> bool:

@@ -1,5 +1,7 @@
 """Adapters that operators had loaded, and which a scheduler that was started again does not know yet.
 
+It may have read another one under the name: its flags name that, and an operator had put another one in its place.
+
 Clients of the ring remember them and load them again. Until then their requests wait, and none is refused.
 """
 
@@ -24,6 +26,7 @@ class _Restore:
 
     missing: dict[str, AdapterCard]  # by name
     to_ask: deque[str]
+    replaced: dict[str, str]  # by name, of some: the path of what the scheduler has under it
     asked: set[str] = field(default_factory=set)  # and not answered
     refused: list[str] = field(default_factory=list)  # to be asked again at the next tick
     until: float | None = None  # None: until QUIET_S after the next tick
@@ -37,10 +40,12 @@ class LostAdapters:
 
     def begin(self, scheduler: int, before: Sequence[AdapterCard], now: ModelCard) -> None:
         """A scheduler has joined in the place of one that served the adapters `before`."""
-        known = {adapter.name for adapter in now.adapters}
-        missing = {adapter.name: adapter for adapter in before if adapter.name not in known}
+        paths = {adapter.name: adapter.root for adapter in now.adapters}
+        missing = {one.name: one for one in before if one.name not in paths}
+        missing |= {one.name: one for one in before if one.was_asked_for and paths.get(one.name) != one.root}
+        replaced = {name: paths[name] for name in missing if name in paths}
         if missing:
-            self._restores[scheduler] = _Restore(missing, deque(missing))
+            self._restores[scheduler] = _Restore(missing, deque(missing), replaced)
 
     def take_commands(self) -> list[tuple[int, Control]]:
         """What to send, each to its scheduler. Call it after each other method that takes something in."""
@@ -50,7 +55,7 @@ class LostAdapters:
                 name = restore.to_ask.popleft()
                 if (adapter := restore.missing.get(name)) is not None:
                     restore.asked.add(name)
-                    commands.append((scheduler, _load(adapter)))
+                    commands.append((scheduler, _load(adapter, replace=name in restore.replaced)))
         return commands
 
     def waits(self, scheduler: int, adapter: str) -> bool:
@@ -63,8 +68,10 @@ class LostAdapters:
         if restore is None:
             return card
         for adapter in card.adapters:
-            restore.missing.pop(adapter.name, None)
-        return msgspec.structs.replace(card, adapters=[*card.adapters, *restore.missing.values()])
+            if adapter.root != restore.replaced.get(adapter.name):
+                restore.missing.pop(adapter.name, None)
+        known = [adapter for adapter in card.adapters if adapter.name not in restore.missing]
+        return msgspec.structs.replace(card, adapters=[*known, *restore.missing.values()])
 
     def on_answer(self, scheduler: int, answer: Controlled) -> None:
         """What could not be loaded is lost."""
@@ -90,6 +97,6 @@ class LostAdapters:
                 self.gone(scheduler)
 
 
-def _load(adapter: AdapterCard) -> Control:
-    verb, name = ControlVerb.LOAD_ADAPTER, adapter.name
-    return Control(REQUEST + name, verb, adapter=name, adapter_path=adapter.root, is_prompt=adapter.is_prompt)
+def _load(adapter: AdapterCard, *, replace: bool) -> Control:
+    verb, name, path = ControlVerb.LOAD_ADAPTER, adapter.name, adapter.root
+    return Control(REQUEST + name, verb, adapter=name, adapter_path=path, replace=replace, is_prompt=adapter.is_prompt)

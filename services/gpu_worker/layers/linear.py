@@ -255,13 +255,14 @@ class LinearLayers:
         bias: bool = False,
         fusion: Fusion = Fusion.NONE,
         transposed: bool = False,
+        weighted: bool = False,
     ) -> Linear:
         """Makes one layer from checkpoint matrices with the same input, in the order of their output features.
 
         inputs: features, or how they are divided. transposed: checkpoints have [in, out], as layers that they call
-        Conv1D.
+        Conv1D. weighted: see `LinearSpec`.
         """
-        spec = make_spec(parts, inputs, split=split, bias=bias, transposed=transposed)
+        spec = make_spec(parts, inputs, split=split, bias=bias, transposed=transposed, weighted=weighted)
         is_partial = split is Split.INPUTS and self.table.shard.size > 1
         return Linear(self._format.linear(self.table, spec), spec, fusion, is_partial=is_partial)
 

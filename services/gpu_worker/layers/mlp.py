@@ -49,9 +49,10 @@ class GatedMLP:
         *,
         joined: str | None = None,
         down: str = "down_proj",
+        weighted: bool = False,
     ) -> None:
         """activation: a key of `ACTIVATIONS`. joined: the checkpoint has gate and up as one tensor of this name. down:
-        the name of the last matrix there."""
+        the name of the last matrix there. weighted: what it reads is multiplied by a weight of each row."""
         self._ops, self._activation = ops_of(layers.table), activation
         parts = [part(f"{prefix}.gate_proj", inner), part(f"{prefix}.up_proj", inner)]
         if joined is not None:
@@ -59,7 +60,7 @@ class GatedMLP:
         self.gate_up = layers.make(parts, hidden, split=Split.OUTPUTS, bias=bias, fusion=Fusion.NORM)
         fusion = Fusion.GATED_ADD if activation == "silu" else Fusion.ADD  # fused kernels support only silu
         last = [part(f"{prefix}.{down}", hidden)]
-        self.down = layers.make(last, inner, split=Split.INPUTS, bias=bias, fusion=fusion)
+        self.down = layers.make(last, inner, split=Split.INPUTS, bias=bias, fusion=fusion, weighted=weighted)
 
     def linears(self) -> list[Linear]:
         return [self.gate_up, self.down]

@@ -19,7 +19,7 @@ Config = TypeVar("Config", bound=msgspec.Struct)
 Tiles = TypeVar("Tiles")
 
 MEASURED = "linear layers"
-CACHE_VERSION = 12  # of the candidates and fields below; a cache file of another version is ignored
+CACHE_VERSION = 13  # of the candidates and fields below; a cache file of another version is ignored
 MARGIN = 0.98  # a kernel replaces the default one below this share of its time; a smaller gain is noise
 REFINE_MARGIN = 0.997  # a change of one shape is kept below this share of the excerpt's time
 NUM_TRIES = 3  # alternatives to try for one shape in `Tuner._refine`, beside cuBLAS

@@ -116,6 +116,7 @@ class LinearSpec:
     split: Split = Split.NONE
     bias: bool = False
     transposed: bool = False  # the checkpoint has matrices as [in, out]
+    weighted: bool = False  # its input has the weight of its output, so that it takes no bias of an adapter
 
     @property
     def in_features(self) -> int:

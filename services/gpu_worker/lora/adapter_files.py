@@ -117,7 +117,7 @@ def read_tensors(path: Path, content: bytes) -> Mapping[str, Tensor]:
         raise AdapterError(f"{path.name} is damaged, or has other objects than tensors: it is not read") from e
     except (RuntimeError, EOFError, ValueError, KeyError) as e:
         raise AdapterError(f"{path.name} cannot be read by torch.load: {first_line(e)}") from e
-    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+    if not isinstance(found, dict) or not all(isinstance(one, Tensor) and not one.is_meta for one in found.values()):
         raise AdapterError(f"{path.name} has to be a dictionary of tensors")
     try:
         return {str(name): value.contiguous() for name, value in found.items()}

@@ -65,6 +65,12 @@ class ModuleTensors:
         found = ((name, getattr(self, name)) for name in dict.fromkeys(ENDINGS.values()))
         return [(name, value) for name, value in found if value is not None]
 
+    def parameters(self) -> list[str]:
+        """What `target_parameters` may name it by. Which one of two a stack is, the shapes tell: see `targets`."""
+        if self.is_stack:
+            return [f"{self.name.removesuffix(STACK_SUFFIX)}.{one}" for one in STACKED]
+        return [f"{self.name}.weight"]
+
     def convert(self, dtype: torch.dtype) -> None:
         """Brings matrices into the dtype of products, with the scale in B. Raises AdapterError for numbers that are too
         large for it. A stack keeps its B: which scale it has depends on the model."""
@@ -126,6 +132,9 @@ def group_tensors(
         if name not in early.finite and not is_finite(value):
             raise AdapterError(f"{name} has values that are not finite")
         own = modules.setdefault(module, _make(config, module))
+        before: Tensor | None = getattr(own, field)  # PEFT saves the matrix of a resized embedding twice
+        if before is not None and not torch.equal(before, value.to(before.dtype)):
+            raise AdapterError(f"the adapter has two tensors for {field} of {module}; one is {name}")
         setattr(own, field, value)
         own.is_scaled = own.is_scaled or name in early.scaled
     if unknown:
@@ -134,12 +143,28 @@ def group_tensors(
         raise AdapterError("the adapter has no tensors")
     for own in modules.values():
         _check(config, own)
-    if idle := config.idle_targets(list(modules)):
-        raise AdapterError(f"target_modules {listed(idle)}: the adapter has no tensors for them")
-    saved = [name for name, own in modules.items() if own.weight is not None]
-    if idle := [one for one in config.modules_to_save or [] if not any(_ends(name, one) for name in saved)]:
-        raise AdapterError(f"modules_to_save {listed(idle)}: the adapter has no tensors for them")
+    _check_idle(config, list(modules.values()))
     return list(modules.values())
+
+
+def _check_idle(config: AdapterConfig, modules: list[ModuleTensors]) -> None:
+    """Raises AdapterError for what the config names and the file has no tensors for."""
+    names = [own.name for own in modules]
+    saved = [own.name for own in modules if own.weight is not None]
+    trained = [own.name for own in modules if own.token_rows is not None]
+    tokens = config.trainable_token_indices
+    idle = {
+        "target_modules": config.idle_targets(names),
+        "target_parameters": config.idle_parameters([one for own in modules for one in own.parameters()]),
+        "modules_to_save": [one for one in config.modules_to_save or [] if not any(_ends(name, one) for name in saved)],
+        "trainable_token_indices": ["of all modules"] if tokens and not trained else [],
+    }
+    if isinstance(tokens, dict):
+        of_none = [one for one, ids in tokens.items() if ids and not any(_ends(name, one) for name in trained)]
+        idle["trainable_token_indices"] = of_none
+    for field, found in idle.items():
+        if found:
+            raise AdapterError(f"{field} {listed(found)}: the adapter has no tensors for them")
 
 
 def is_finite(value: Tensor) -> bool:

@@ -22,6 +22,8 @@ from blockyard.shared.errors import AdapterError
 from blockyard.shared.lora.adapter_config import MAX_RANK, AdapterConfig
 
 EXPERT = re.compile(r"(?P<stack>.*\.experts)\.(?P<number>\d+)\.\w+$")  # names of modules of one expert
+# one of the experts of Granite, whose checkpoints have their stacks without the name of a module
+GRANITE_EXPERT = re.compile(r"(?<=mlp)\.(\d+\.(?:in|out)put_linear)$")
 COMPARED = 16  # columns of a weight, about
 OTHER_NAMES = {"embed_out": "lm_head"}  # of modules that checkpoints of some families call otherwise
 
@@ -154,8 +156,10 @@ class ModelTargets:
         modules: are taken out of the list. max_rank: of one expert of a stack. Modules of layers that other ranks have
         are left to them.
         """
-        missing = list[str]()
+        missing, named = list[str](), dict[str, str]()
         for module in modules:
+            if (other := named.setdefault(_key(module.name), module.name)) != module.name:
+                raise AdapterError(f"{other} and {module.name} of the adapter are the same module")
             if not self._table.adapts_experts and _is_of_experts(module):
                 raise AdapterError(
                     f"the adapter changes experts, such as {module.name}: with --enable-eplb, or with both "
@@ -195,11 +199,17 @@ class ModelTargets:
         """The deltas of each expert. Which of their two products a stack belongs to, its shape tells."""
         a, b = module.a, module.b
         assert a is not None and b is not None
-        inputs, outputs = a.shape[1], b.shape[0]
         own, number = self._experts.get(_stack(module), []), self._num_experts[_stack(module)]
-        layers = [(expert, one) for expert, one in own if _shape(self._layers[one]) == (inputs, outputs)]
         if not own:
             return  # it is of another stage
+        inputs, outputs = a.shape[1], b.shape[0]
+        layers = self._of_shape(own, inputs, outputs)
+        if inputs == outputs:
+            is_exchanged = bool(layers) and config.exchanges_stacks and not self._layers[layers[0][1]].spec.transposed
+        else:
+            is_exchanged = not layers
+        if is_exchanged and a.shape[0] == b.shape[1] and not a.shape[0] % number:
+            layers, (a, b) = self._of_shape(own, outputs, inputs), _exchanged(a, b, number)
         if not layers or a.shape[0] % number or a.shape[0] != b.shape[1]:
             shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
             raise AdapterError(
@@ -220,6 +230,9 @@ class ModelTargets:
             _check_finite(module, dtype, *pair)
             yield layer, Delta(share.starts[0], *pair, own_start=share.own_rank(rank).start)
 
+    def _of_shape(self, own: list[tuple[int, int]], inputs: int, outputs: int) -> list[tuple[int, int]]:
+        return [(expert, one) for expert, one in own if _shape(self._layers[one]) == (inputs, outputs)]
+
     def _delta(self, target: Target, module: ModuleTensors, dtype: torch.dtype) -> Delta | None:
         """None: a bias that another rank adds."""
         one = target.part
@@ -230,6 +243,11 @@ class ModelTargets:
         for name, tensor in (("lora_B", module.b), ("lora_B.bias", module.b_bias), ("bias", module.bias)):
             _check_shape(module, name, tensor, 0, stored)
         share, index = self._shares[target.layer], target.index
+        if module.b_bias is not None and self._layers[target.layer].spec.weighted:
+            raise AdapterError(
+                f"the adapter has a bias for {target.name}, which is not served there, because its output is "
+                "multiplied by a gate: merge it into its base"
+            )
 
         def own_rows(values: Tensor) -> Tensor:
             return share.cut_rows(one.in_order(values.float()), index)
@@ -315,9 +333,20 @@ def _shape(layer: AdaptedLayer) -> tuple[int, int]:
     return layer.spec.in_features, sum(one.size for one in layer.spec.parts)
 
 
+def _exchanged(a: Tensor, b: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """The A and B of a stack of which PEFT takes inputs for outputs: its A has outputs, transposed, its B inputs.
+
+    It does with weights [experts, in, out] whose class does not call them transposed, as Llama 4's, and before release
+    0.19.1 with all [experts, out, in].
+    """
+    rank = a.shape[0] // number
+    inputs = torch.unflatten(b, 1, (rank, number)).permute(2, 1, 0).flatten(0, 1)
+    return inputs, torch.unflatten(a, 0, (number, rank)).permute(2, 1, 0).flatten(1, 2)
+
+
 def _key(name: str) -> str:
     """The name by which a module is found: transformers calls the mixtures of some checkpoints otherwise."""
-    return bare(name).replace("block_sparse_moe.", "mlp.")
+    return GRANITE_EXPERT.sub(r".experts.\1", bare(name).replace("block_sparse_moe.", "mlp."))
 
 
 def _is_of_experts(module: ModuleTensors) -> bool:

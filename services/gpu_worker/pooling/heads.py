@@ -41,6 +41,9 @@ class DenseLayer:
         self._adds_input = module.use_residual
         if module.use_residual and module.in_features != module.out_features:
             self._residual = _take(stored, "residual.weight", shape, where, device)
+        known = {"linear.weight": self.weight, "linear.bias": self.bias, "residual.weight": self._residual}
+        if unread := sorted(name for name in stored if known.get(name) is None):
+            raise LoadError(f"{where}: config.json means no {unread[0]}, which the weights of this Dense module have")
 
     def tensors(self) -> list[Tensor]:
         return [one for one in (self.weight, self.bias, self._residual) if one is not None]
@@ -68,8 +71,8 @@ class VectorHead:
     def __call__(self, rows: Tensor, dimensions: int | None = None, normalize: bool | None = None) -> Tensor:
         """rows [n, width] float32 -> [n, dimensions or the width of the choice] float32.
 
-        dimensions: the first so many numbers, cut before they are normalized; None: all. normalize: of the request;
-        None: as the model does.
+        dimensions: the first so many numbers, cut before they are normalized; None: the choice's `truncate_dim`, cut
+        behind all as sentence-transformers does. normalize: of the request; None: as the model does.
         """
         fits = bool(self._dense) and rows.shape[1] == self._dense[0].weight.shape[1]  # else a request pools otherwise
         for place, layer in enumerate(self._dense if fits else ()):
@@ -79,7 +82,9 @@ class VectorHead:
         if dimensions is not None:
             rows = rows[:, :dimensions]
         wants = self._choice.normalize if normalize is None else normalize
-        return F.normalize(rows, dim=-1) if wants else rows
+        if wants:
+            rows = F.normalize(rows, dim=-1)
+        return rows if dimensions is not None else rows[:, : self._choice.truncate_dim]
 
 
 class ClassHead:

@@ -14,6 +14,7 @@ from blockyard.shared.config.pooling.pooler_config import FLAG, read_overrides
 from blockyard.shared.config.pooling.pooling_card import hidden_size
 from blockyard.shared.config.pooling.pooling_choice import PoolingChoice, choose_pooling
 from blockyard.shared.config.pooling.sentence_modules import SentenceModules, read_modules
+from blockyard.shared.config.pooling.sentence_settings import read_settings
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError
 
@@ -33,6 +34,7 @@ def choose_output(config: WorkerConfig, settings: dict[str, Any], model: Model) 
         read_overrides(values),
         num_outputs=num_outputs,
         vocab_size=model.shape.vocab_size,
+        truncate_dim=read_settings(folder).truncate_dim,
     )
     if choice.modes == (PoolingMode.STEP,) and choice.step_tag_id is None:
         choice = msgspec.structs.replace(choice, step_tag_id=default_step_tag(settings))

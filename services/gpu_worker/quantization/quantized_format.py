@@ -314,7 +314,8 @@ def _note(
     for note in dict.fromkeys(one.note for one in stored if one.note):
         table.note(note, name)
     if is_dequantized_on(table.device, form) and not fits_host(form, shape, table.dtype):
-        table.note(f"{form.name} weights, dequantized because the CPU has no product of them", name)
+        dtype = str(table.dtype).removeprefix("torch.")
+        table.note(f"{form.name} weights, dequantized because the CPU has no product of them in {dtype}", name)
 
 
 class CutLinear:

@@ -116,7 +116,7 @@ def _rounded(file: Path, how: Rounding, patterns: NamePatterns, written: Written
                 tensors = {f"{base}.{key}": value.contiguous() for key, value in made.items()}
                 layer.error += float((numbers - tensor.float()).square().sum(dtype=torch.float64))
                 layer.size += float(tensor.float().square().sum(dtype=torch.float64))
-            elif tensor.dim() > 1:
+            elif tensor.dim() > 1 and not name.endswith("bias"):  # those of stacked experts are stacks, too
                 written.ignored.append(base)
             layer.bytes_after += sum(one.nbytes for one in tensors.values())
             written.size_bytes += sum(one.nbytes for one in tensors.values())

@@ -70,7 +70,8 @@ def _round_to_4_bits(weight: Tensor, group: int, asymmetric: bool) -> Made:
 def _words(codes: Tensor) -> Tensor:
     """Codes [rows, n] from 0 to 15 -> int32 [rows, ceil(n / 8)]."""
     some = w4a16.pack(codes)
-    return F.pad(some, (0, -some.shape[1] % WORD_BYTES)).contiguous().view(torch.int32)
+    whole = F.pad(some, (0, -some.shape[1] % WORD_BYTES))
+    return whole.flatten().view(torch.int32).view(len(some), -1)  # of one row any stride is contiguous
 
 
 def config(how: Rounding, ignored: Sequence[str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from blockyard.services.offline.adapters import AskedAdapters
 from blockyard.services.offline.batch import OfflineRequest
 from blockyard.services.offline.external_launcher.environment import ProcessPlace
 from blockyard.services.offline.outputs import GenerationError, RequestOutput, RingLost
@@ -232,10 +233,10 @@ class OtherProcess:
             raise RingLost(f"process 0 has ended: {e}") from e
 
 
-def digest_of(requests: Sequence[OfflineRequest]) -> bytes:
-    """Returns the same bytes in all processes that are asked for the same. Seeds are those of process 0."""
-    asked = [(one.prompt.work, one.prompt.text, one.params, one.priority, one.adapters) for one in requests]
-    return _digest(asked)
+def digest_of(requests: Sequence[OfflineRequest], adapters: AskedAdapters) -> bytes:
+    """Returns the same bytes in all processes that are asked for the same. Seeds are those of process 0, which loads
+    the adapters."""
+    return _digest([[(one.prompt.work, one.prompt.text, one.params, one.priority) for one in requests], adapters])
 
 
 def digest_of_arguments(arguments: Mapping[str, object]) -> bytes:

@@ -15,6 +15,7 @@ class Adapter:
     parent: str
     created: int  # seconds since the epoch
     is_prompt: bool = False  # a prompt adapter; False: a LoRA adapter
+    was_asked_for: bool = False  # by an operator or a request
     num_virtual_tokens: int = 0  # of a prompt adapter, once a worker has read it
     max_len: int = 0  # of its longest sequence, if it is for longer contexts than the model
     num_added_tokens: int = 0  # ids behind the model's vocabulary
@@ -29,7 +30,7 @@ class Adapter:
 
     def card(self) -> AdapterCard:
         columns = (self.name, self.path, self.parent, self.digest, self.created, self.num_virtual_tokens, self.max_len)
-        return AdapterCard(*columns, self.num_added_tokens, self.has_tokenizer)
+        return AdapterCard(*columns, self.num_added_tokens, self.has_tokenizer, self.was_asked_for)
 
     def learn(self, loaded: AdapterLoaded) -> None:
         """Takes what a worker has read."""
@@ -48,10 +49,12 @@ class AdapterRegistry:
         self.has_unused = False  # a retired adapter may have no request any more
         self.cards: list[AdapterCard] = []  # of served adapters; a new list after each change
 
-    def add(self, name: str, path: str, parent: str, created: int, *, is_prompt: bool = False) -> Adapter:
+    def add(
+        self, name: str, path: str, parent: str, created: int, *, is_prompt: bool = False, was_asked_for: bool = False
+    ) -> Adapter:
         """A new adapter, which is not served before it is read."""
         self._num_made += 1
-        adapter = Adapter(self._num_made, name, path, parent, created, is_prompt)
+        adapter = Adapter(self._num_made, name, path, parent, created, is_prompt, was_asked_for)
         self.all[adapter.number] = adapter
         return adapter
 

@@ -242,8 +242,8 @@ class AdapterLoads:
         name = frame.adapter  # it waits for a worker if there is none, or if they sleep
         self._unloaded.discard(name)
         columns = (name, frame.adapter_path, self._names[0], self._created)
-        load = OpenLoad(self._registry.add(*columns, is_prompt=frame.is_prompt), set(), gateway, frame.request_id)
-        self._loads.append(load)
+        adapter = self._registry.add(*columns, is_prompt=frame.is_prompt, was_asked_for=True)
+        self._loads.append(load := OpenLoad(adapter, set(), gateway, frame.request_id))
         for worker in list(self._groups):
             self._ask(load, worker)
 

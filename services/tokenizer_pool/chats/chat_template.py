@@ -71,6 +71,11 @@ class ChatTemplates:
         self._sandbox = Sandbox()
         self._compiled: OrderedDict[str, Compiled] = OrderedDict()
 
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """The tokenizer's, by their names in templates."""
+        return self._special_tokens
+
     def render(self, chat: Chat, max_chars: int | None = None) -> str:
         """Returns the prompt. Raises RequestError naming the wrong field, also for more than `max_chars` characters.
 

@@ -52,6 +52,7 @@ def make_card(
         has_types=not has_kv and int(config.get("type_vocab_size") or 0) > 1,
         has_kv=has_kv,
         is_lower_case=settings.do_lower_case,
+        writes_messages=settings.messages.writes_texts,
     )
 
 

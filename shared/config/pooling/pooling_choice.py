@@ -32,13 +32,15 @@ class PoolingChoice(msgspec.Struct, frozen=True, kw_only=True):
     step_tag_id: int | None = None
     returned_token_ids: tuple[int, ...] | None = None
     include_prompt: bool = True
+    truncate_dim: int | None = None  # numbers that are kept behind everything else; None: all
 
     def describe(self) -> str:
         """Returns the start-up line."""
         names = "+".join(mode.name for mode in self.modes)
         dense = "".join(f", dense {one.in_features} to {one.out_features}" for one in self.dense)
         normalized = "normalized" if self.normalize else "not normalized"
-        return f"pooling: {names} ({self.source}){dense}, {self.width} numbers, {normalized}"
+        cut, when = ("", "") if self.truncate_dim is None else (" (truncate_dim)", " before the cut")
+        return f"pooling: {names} ({self.source}){dense}, {self.width} numbers{cut}, {normalized}{when}"
 
 
 def choose_pooling(
@@ -49,18 +51,20 @@ def choose_pooling(
     *,
     num_outputs: int | None = None,
     vocab_size: int | None = None,
+    truncate_dim: int | None = None,
 ) -> PoolingChoice:
     """Returns how results are made.
 
     default: of the model's kind. hidden_size: of its hidden states. num_outputs: of the output layer, behind the
-    pooling; None: the model makes vectors. vocab_size: None: not known. Raises ConfigError if the modules do not fit
-    the model or the flag contradicts itself or the model.
+    pooling; None: the model makes vectors. vocab_size: None: not known. truncate_dim: of config_sentence_transformers.
+    Raises ConfigError if the modules do not fit the model or the flag contradicts itself or the model.
     """
     _check_overrides(overrides, num_outputs, vocab_size)
     found = _of_folder(default, hidden_size, modules, normalizes=num_outputs is None)
     if overrides.mode is not None:
-        dense = () if overrides.mode.is_of_tokens else found.dense
-        if dense and len(found.modes) > 1:
+        joins = len(found.modes) > 1
+        dense = () if overrides.mode.is_of_tokens and joins else found.dense
+        if dense and joins:
             raise ConfigError(
                 f"{FLAG}: pooling_type {overrides.mode.name} makes {hidden_size} numbers, and the dense layer of the "
                 f"folder reads {dense[0].in_features}"
@@ -82,9 +86,12 @@ def choose_pooling(
     width = found.width if num_outputs is None else num_outputs
     if overrides.returned_token_ids is not None:
         width = len(overrides.returned_token_ids)
+    if num_outputs is not None or truncate_dim is None or truncate_dim >= width:
+        truncate_dim = None  # of vectors that are as short, too
     return msgspec.structs.replace(
         found,
-        width=width,
+        width=truncate_dim or width,
+        truncate_dim=truncate_dim,
         softmax=overrides.softmax,
         step_tag_id=overrides.step_tag_id,
         returned_token_ids=overrides.returned_token_ids,

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from blockyard.shared.chat_template_files import chat_templates
 from blockyard.shared.config import adapters
 from blockyard.shared.config.checkpoint import Checkpoint, chat_template, config_overrides, context_limit
 from blockyard.shared.config.parsed_flags import Values
@@ -16,6 +17,7 @@ from blockyard.shared.config.pooling.pooling_choice import choose_pooling
 from blockyard.shared.config.pooling.sentence_modules import read_modules
 from blockyard.shared.config.pooling.sentence_settings import read_settings
 from blockyard.shared.config.pooling.task_choice import GENERATE, settle_task
+from blockyard.shared.config.services.tokenizer import MessageSettings
 from blockyard.shared.context_length import longest_sequence
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.json_objects import merge_patch
@@ -71,6 +73,22 @@ def pair_template(values: Values, model: Checkpoint) -> str | None:
     return choose_pair_template(task_of(values, model), settled_config(values, model), folder, chat_template(values))
 
 
+def message_settings(values: Values, model: Checkpoint) -> MessageSettings:
+    """Returns how texts become messages of the chat template. Raises ConfigError if there is none."""
+    if task_of(values, model) == GENERATE or not model.path.is_dir():
+        return MessageSettings()
+    modules = read_modules(model.path)
+    folder = modules.transformer_folder if modules is not None else ""
+    found = read_settings(model.path, folder).messages
+    of_tokenizer = model.tokenizer_path if model.tokenizer_path.is_dir() else model.path
+    if found.writes_texts and chat_template(values) is None and "default" not in chat_templates(of_tokenizer):
+        raise ConfigError(
+            f"{model.path}: by sentence_bert_config.json (modality_config) the chat template writes texts as messages, "
+            "and there is none; --chat-template names one"
+        )
+    return found
+
+
 def pooling_notes(values: Values, model: Checkpoint) -> list[str]:
     """Returns one line that names the flags without an effect on a pooling model."""
     task = task_of(values, model)
@@ -115,6 +133,7 @@ def _check(values: Values, model: Checkpoint, task: str, config: dict[str, Any])
     if modules is not None and modules.logit_score is not None:
         modules = None
     outputs = num_outputs(task, kind, config)
+    sentences = read_settings(model.path, modules.transformer_folder if modules is not None else "")
     choice = choose_pooling(
         default_pooling(kind, has_kv=has_kv(config), config=config),
         hidden_size(config),
@@ -122,8 +141,8 @@ def _check(values: Values, model: Checkpoint, task: str, config: dict[str, Any])
         read_overrides(values.maybe("override-pooler-config", dict) or {}),
         num_outputs=outputs,
         vocab_size=config.get("vocab_size"),
+        truncate_dim=sentences.truncate_dim,
     )
-    read_settings(model.path, modules.transformer_folder if modules is not None else "")
     settle_activation(task, kind, config, outputs or 1, model.path, choice.softmax)
 
 

@@ -2,10 +2,11 @@
 
 import enum
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
+from blockyard.shared.config.services.tokenizer import MessageSettings
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.json_objects import read_json
 
@@ -23,6 +24,7 @@ LENGTH_FILES = (
 )
 SETTINGS_FILE = "config_sentence_transformers.json"
 TOKENIZER_FILE = "tokenizer_config.json"  # which has the length since sentence-transformers 6
+_NO_VALUES = ("restore_suffix", "truncation", "max_length", "padding")  # of the package, not of templates
 _NO_LIMIT = int(1e20)  # a model_max_length above it, transformers' LARGE_INTEGER, means that there is none
 
 
@@ -44,11 +46,23 @@ class SentenceSettings(msgspec.Struct, frozen=True, kw_only=True):
     default_prompt_name: str | None = None
     similarity: Similarity = Similarity.COSINE
     activation_fn: str | None = None  # a path of Python, that a CrossEncoder applies to logits
+    truncate_dim: int | None = None  # numbers that are kept of a vector; None: all
+    messages: MessageSettings = MessageSettings()
+
+
+class _Modality(msgspec.Struct, frozen=True):
+    format: str = "auto"  # of messages: flat, structured
+
+
+class _ProcessingKwargs(msgspec.Struct, frozen=True):
+    chat_template: dict[str, Any] = {}
 
 
 class _LengthFile(msgspec.Struct, frozen=True):
     max_seq_length: int | None = None
     do_lower_case: bool = False
+    modality_config: dict[str, _Modality] = {}
+    processing_kwargs: _ProcessingKwargs = _ProcessingKwargs()
 
 
 class _TokenizerFile(msgspec.Struct, frozen=True):
@@ -60,6 +74,7 @@ class _SettingsFile(msgspec.Struct, frozen=True):
     default_prompt_name: str | None = None
     similarity_fn_name: Similarity | None = None
     activation_fn: str | None = None
+    truncate_dim: int | None = None
 
 
 def read_settings(folder: Path, transformer_folder: str = "") -> SentenceSettings:
@@ -75,6 +90,8 @@ def read_settings(folder: Path, transformer_folder: str = "") -> SentenceSetting
         raise ConfigError(
             f"{folder / SETTINGS_FILE}: default_prompt_name {default!r} is not the name of a prompt: {named}"
         )
+    if settings.truncate_dim is not None and settings.truncate_dim < 1:
+        raise ConfigError(f"{folder / SETTINGS_FILE}: truncate_dim {settings.truncate_dim} is not a width")
     base = folder / transformer_folder
     path = next((path for name in LENGTH_FILES if (path := base / name).is_file()), base / LENGTH_FILES[0])
     length = _read(path, _LengthFile)
@@ -88,7 +105,17 @@ def read_settings(folder: Path, transformer_folder: str = "") -> SentenceSetting
         default_prompt_name=default,
         similarity=settings.similarity_fn_name or Similarity.COSINE,
         activation_fn=settings.activation_fn,
+        truncate_dim=settings.truncate_dim,
+        messages=_messages(length),
     )
+
+
+def _messages(file: _LengthFile) -> MessageSettings:
+    """sentence-transformers writes every text as a message if the Transformer has this modality."""
+    found = file.modality_config.get("message")
+    values = {name: value for name, value in file.processing_kwargs.chat_template.items() if name not in _NO_VALUES}
+    has_parts = found is not None and found.format == "structured"
+    return MessageSettings(writes_texts=found is not None, has_parts=has_parts, values=values)
 
 
 def _length_of_tokenizer(path: Path) -> int | None:

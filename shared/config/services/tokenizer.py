@@ -1,6 +1,6 @@
 """Settings of a tokenizer."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -8,6 +8,14 @@ from blockyard.shared.config.services.process import ProcessConfig
 from blockyard.shared.messages import GrammarEngine
 
 ContentFormat = Literal["auto", "string", "openai"]
+
+
+class MessageSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How texts become messages of the chat template."""
+
+    writes_texts: bool = False  # each text is the message of a user, and the prompt before it that of the system
+    has_parts: bool = False  # the content of a message is a list of parts
+    values: dict[str, Any] = {}  # further values that templates read, such as add_generation_prompt
 
 
 class TokenizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -21,4 +29,5 @@ class TokenizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     trust_request_chat_template: bool = False  # requests may contain chat templates
     fim_template: str | None = None  # marks a hole between {prefix} and {suffix}; None: that of the tokenizer's family
     pair_template: str | None = None  # renders a query and a document for a reranker; None: the tokenizer joins them
+    messages: MessageSettings = MessageSettings()  # of the texts of a pooling model
     grammar_engine: GrammarEngine = GrammarEngine.AUTO  # of requests that name none: loaded with the service

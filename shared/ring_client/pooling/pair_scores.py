@@ -52,7 +52,7 @@ async def score_pairs(client: PoolingClient, call: PoolingCall, pairs: Pairs, co
         first = await client.pool(replace(call, inputs=pairs.firsts, max_second_tokens=None))
         limit, name = call.max_second_tokens, f"{call.request_id}-second"
         second = await client.pool(
-            replace(call, request_id=name, inputs=pairs.seconds, max_first_tokens=limit, field=SECOND)
+            replace(call, request_id=name, inputs=pairs.seconds, max_first_tokens=limit, first_field=SECOND)
         )
         both = PooledAnswer(first.card, [*first.items, *second.items])
         return compared(both, len(pairs.firsts))

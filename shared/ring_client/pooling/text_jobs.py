@@ -72,11 +72,10 @@ class TextJobs:
         _check_texts(call, pooling)
         template = TokenizeTexts(
             "", card.names[0], [], [], most, truncates, call.truncation_side == "left",
-            call.max_first_tokens or 0, call.max_second_tokens or 0, call.add_special_tokens,
+            call.max_first_tokens or 0, call.max_second_tokens or 0, call.add_special_tokens, _prompt(call, pooling),
             tenant=call.tenant, instruction=call.instruction,
         )  # fmt: skip
-        prompt = _prompt(call, pooling)
-        of_texts = msgspec.structs.replace(template, prompt=prompt, counts_prompt=not pooling.include_prompt)
+        of_texts = msgspec.structs.replace(template, counts_prompt=not pooling.include_prompt)
         divides = may_divide and not pooling.has_kv and _num_chars(call) > MANY_BYTES
         first_bytes = FIRST_BYTES if divides else QUICK_BYTES
         jobs = [

@@ -11,13 +11,24 @@ from pooling_ring import pooling_ring
 from reward_folders import save_reward_model
 from rig import serve
 from sentence_folders import SPECIAL, WORDS, make_tokenizer, save_sentence_folder
-from sentence_transformers.base.modules import Dense, Normalize
+from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
-from transformers import Qwen2Config, Qwen2ForSequenceClassification, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+)
 
 from blockyard import LLM
 from blockyard import PoolingParams as AskedPooling
+from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import PoolingParams, PoolingTask
+from blockyard.shared.ring_client.pooling.calls import TextPair
 
 RNG = np.random.default_rng(9)
 TEXTS = [" ".join(RNG.choice(WORDS, int(n))) for n in RNG.integers(1, 50, 12)]
@@ -43,6 +54,58 @@ def test_dense_layers_behind_another_pooling(tmp_path: Path) -> None:
         else:
             np.testing.assert_allclose(asked, expected, atol=1e-5)
     assert "pooling: MEAN (--override-pooler-config)" in (tmp_path / "log").read_text()
+
+
+def test_dense_layers_behind_the_rows_of_tokens(tmp_path: Path) -> None:
+    """Each row goes through them, by the flag as by a request."""
+    torch.manual_seed(2)
+    theirs = save_sentence_folder(tmp_path / "m", Pooling(32, "mean"), Dense(32, 20), Normalize())
+    [rows] = theirs.encode(TEXTS[:1], output_value="token_embeddings")
+    with torch.no_grad():
+        expected = torch.nn.functional.normalize(theirs[2]({"sentence_embedding": rows})["sentence_embedding"], dim=-1)
+    with pooling_ring(tmp_path / "m", log=tmp_path / "log") as ring:
+        asked = ring.vectors(TEXTS[:1], params=PoolingParams(pooling_type="ALL"))[0]
+    flags = ("--override-pooler-config", '{"pooling_type": "ALL"}')
+    with pooling_ring(tmp_path / "m", *flags, log=tmp_path / "log") as ring:
+        assert ring.pooling.width == 20
+        for found in (asked, ring.vectors(TEXTS[:1])[0]):
+            np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
+
+
+def test_a_folder_whose_chat_template_writes_texts(tmp_path: Path) -> None:
+    """sentence-transformers saves one of each language model with a chat template. A prompt is the system's message."""
+    torch.manual_seed(6)
+    base, folder = tmp_path / "base", tmp_path / "m"
+    Qwen3Model(Qwen3Config(head_dim=16, **DECODER)).save_pretrained(base)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for one in messages %}aa {{ one.role[:1] }} {{ one.content }} ba {% endfor %}"
+    tokenizer.save_pretrained(base)
+    modules = [Transformer(str(base)), Pooling(32, "mean", include_prompt=False), Normalize()]
+    theirs = SentenceTransformer(modules=modules, device="cpu", prompts={"query": "ca da ", "passage": "ea "})
+    theirs.save(str(folder), create_model_card=False)
+    with pooling_ring(folder, log=tmp_path / "log") as ring:
+        for name in (None, "query"):
+            got = ring.vectors(TEXTS, prompt_name=name)
+            np.testing.assert_allclose(got, theirs.encode(TEXTS, prompt_name=name), atol=1e-5)
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match="there is none; --chat-template"), pooling_ring(folder, log=tmp_path / "log"):
+        pass
+
+
+def test_the_default_prompt_of_a_cross_encoder(tmp_path: Path) -> None:
+    """It goes before the first text of a pair."""
+    torch.manual_seed(5)
+    sizes = {"num_labels": 1, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=DECODER["vocab_size"], intermediate_size=48, max_position_embeddings=64, **sizes)
+    BertForSequenceClassification(config).save_pretrained(tmp_path / "plain")
+    make_tokenizer().save_pretrained(tmp_path / "plain")
+    prompts = {"prompts": {"web": "ab ac ad "}, "default_prompt_name": "web"}
+    theirs = CrossEncoder(str(tmp_path / "plain"), device="cpu", **prompts)
+    theirs.save_pretrained(str(tmp_path / "m"), create_model_card=False)
+    pairs = [TextPair(TEXTS[0], text) for text in TEXTS[1:]]
+    with pooling_ring(tmp_path / "m", log=tmp_path / "log") as ring:
+        got = ring.vectors(pairs, truncate_prompt_tokens=-1)[:, 0]
+    np.testing.assert_allclose(got, theirs.predict([tuple(pair) for pair in pairs]), atol=1e-5)
 
 
 def test_a_folder_with_a_logit_score(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_tiles_of_a_step(rows: int, dtype: torch.dtype) -> None:
 def test_programs_share_tiles(rows: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program has tiles of rows, splits of inputs and tiles of outputs in a row, some of them in several parts; ranks
     up to 32 and more, of which some are no multiples of wide loads."""
-    for name in ("_PROGRAMS", "_SHRINK_PROGRAMS"):
+    for name in ("_PROGRAMS", "_SHRINK_PROGRAMS", "_SMALL_PROGRAMS"):
         monkeypatch.setattr(file, name, programs)
     table = make_table([[16, 1], [0, 0], [3, 40], [136, 5]], [400, 16], 600, torch.float16, bias=True)
     chosen = torch.tensor([(0, 2, -1, 3, 1)[row % 5] for row in range(rows)], dtype=torch.int32, device=DEVICE)
@@ -154,11 +154,12 @@ def test_tiles_have_the_rows_of_one_place() -> None:
     assert few.tile == 1 and few.owners is few.rows and torch.equal(few.owners, chosen[:4])
 
 
-def test_parts_of_several_gpus() -> None:
+@pytest.mark.parametrize("rows", [4, 6])
+def test_parts_of_several_gpus(rows: int) -> None:
     """Each of three has some rows of A, or none; between the products they add what they have."""
     table = make_table([[1, 5], [40, 0]], [48, 16], 72, torch.float32)
-    chosen = torch.tensor([0, 1, -1, 1], dtype=torch.int32, device=DEVICE)
-    x, out = torch.randn(4, 72, device=DEVICE), torch.randn(4, 64, device=DEVICE)
+    chosen = torch.tensor([0, 1, -1, 1, 1, 0][:rows], dtype=torch.int32, device=DEVICE)
+    x, out = torch.randn(rows, 72, device=DEVICE), torch.randn(rows, 64, device=DEVICE)
     want, shrunk, tables = out.clone(), list[torch.Tensor](), list[AdapterTable]()
     add_adapters_reference(x, chosen, table, want)
     for gpu in range(3):
@@ -258,6 +259,6 @@ file.add_adapters(x, ints(64), table, out, experts=ints(64, 8), weights=weights)
 
 def test_sizes_of_an_8b_model_compile_for_an_h100(tmp_path: Path) -> None:
     found = shared_bytes(LAUNCHES, tmp_path)
-    by_row = {"shrink_row_kernel", "expand_row_kernel"}
-    assert {name for name, _ in found} == {"shrink_kernel", "expand_kernel", "map_experts_kernel", *by_row}
+    few = {"shrink_row_kernel", "expand_row_kernel", "shrink_small_kernel", "expand_small_kernel"}
+    assert {name for name, _ in found} == {"shrink_kernel", "expand_kernel", "map_experts_kernel", *few}
     assert max(size for _, size in found) <= SHARED // 2, "two programs fit a multiprocessor"

@@ -47,7 +47,7 @@ for ranks, sizes, inputs in (([[16, 8], [3, 40]], [64, 32], 264), ([[1, 0], [7, 
     check(table, more, tiled(torch.where(more < 0, 2, more)[:, None].int(), 2), inputs)
 """
 OF_SLABS = """
-file._PROGRAMS = file._SHRINK_PROGRAMS = 2
+file._PROGRAMS = file._SHRINK_PROGRAMS = file._SMALL_PROGRAMS = 2
 table = make_table([[16, 8], [3, 136]], [656, 32], 600, torch.bfloat16)
 check(table, more, tiled(torch.where(more < 0, 2, more)[:, None].int(), 2), 600)
 """

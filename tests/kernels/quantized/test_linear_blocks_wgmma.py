@@ -41,9 +41,9 @@ def blocks(form: str, outs: int, size: int, zero: int | None = None) -> BlockWei
 
 def product(
     x: Tensor, weights: BlockWeights, workspace: Workspace, bias: Tensor | None = None, row_tile: int = 64,
-    stages: int = 4, programs: int = 3,
+    stages: int = 4, programs: int = 3, warps: int = 16,
 ) -> Tensor:  # fmt: skip
-    tiling = Tiling(file.OUT_TILE, row_tile, BLOCK, stages, file.WARPS, pdl=True)
+    tiling = Tiling(file.OUT_TILE, row_tile, BLOCK, stages, warps, pdl=True)
     return linear_blocks_wgmma(x, weights, bias, tiling, workspace, programs)
 
 
@@ -63,9 +63,9 @@ def rows_of(rows: int, size: int, dtype: torch.dtype) -> Tensor:
 def test_every_form(form: str, dtype: torch.dtype, workspace: Workspace) -> None:
     """Incomplete tiles of rows, of outputs and of inputs; tiles of one program, parts of several, and more stages than
     steps."""
-    for row_tile, stages, rows, outs, size, programs in (
-        (16, 3, 16, 272, 4096, 7), (32, 4, 17, 48, 640, 1), (64, 4, 61, 528, 2176, 2), (64, 2, 100, 304, 128 * 33, 9),
-        (128, 3, 129, 256, 1024, 3),
+    for row_tile, stages, rows, outs, size, programs, warps in (
+        (16, 3, 16, 272, 4096, 7, 16), (32, 4, 17, 48, 640, 1, 16), (64, 4, 61, 528, 2176, 2, 16),
+        (64, 2, 100, 304, 128 * 33, 9, 8), (128, 3, 129, 256, 1024, 3, 8), (64, 5, 64, 256, 128 * 33, 11, 16),
     ):  # fmt: skip
         weights, x = blocks(form, outs, size), rows_of(rows, size, dtype)
         if not can_multiply(weights, dtype):
@@ -73,7 +73,7 @@ def test_every_form(form: str, dtype: torch.dtype, workspace: Workspace) -> None
             continue
         bias = rows_of(1, outs, dtype)[0]
         for _ in range(2):  # the first one leaves the flags as it found them
-            got = product(x, weights, workspace, bias, row_tile, stages, programs)
+            got = product(x, weights, workspace, bias, row_tile, stages, programs, warps)
             assert_close(got, linear_blocks_reference(x, weights, bias))
     assert not workspace.arrived.any()
 
@@ -133,9 +133,9 @@ def test_what_does_not_fit_is_refused(workspace: Workspace) -> None:
             product(x, blocks(form, outs, 256), workspace)
     with pytest.raises(ValueError, match="too small"):
         product(x, weights, Workspace(1, 1, torch.device(DEVICE)))
-    for out_tile, in_tile in ((128, BLOCK), (256, 2 * BLOCK)):
-        with pytest.raises(ValueError, match="must have 256 outputs, 128 inputs"):
-            linear_blocks_wgmma(x, weights, None, Tiling(out_tile, 64, in_tile, 4, 4, True), workspace, 1)
+    for out_tile, in_tile, warps in ((128, BLOCK, 8), (256, 2 * BLOCK, 8), (256, BLOCK, 4)):
+        with pytest.raises(ValueError, match="must have 256 outputs, 128 inputs and 8 or 16 warps"):
+            linear_blocks_wgmma(x, weights, None, Tiling(out_tile, 64, in_tile, 4, warps, True), workspace, 1)
 
 
 COMPILED = """
@@ -144,13 +144,13 @@ from blockyard.kernels.quantized.block_weights import BLOCK, to_blocks
 from blockyard.kernels.quantized.linear_blocks_wgmma import linear_blocks_wgmma
 from packed_experts import draw
 space = Workspace(9 << 20, 1 << 10, torch.device("cpu"))
-for form, row_tile, stages, dtype in (
-    ("int4 g128", 128, 4, torch.bfloat16), ("int4 g32 float zeros", 32, 5, torch.bfloat16),
-    ("int4 rows uint8 zeros", 16, 5, torch.float16), ("nvfp4", 64, 5, torch.bfloat16),
+for form, row_tile, stages, dtype, warps in (
+    ("int4 g128", 128, 4, torch.bfloat16, 8), ("int4 g32 float zeros", 32, 5, torch.bfloat16, 16),
+    ("int4 rows uint8 zeros", 16, 5, torch.float16, 16), ("nvfp4", 64, 5, torch.bfloat16, 16),
 ):
     weights = to_blocks(draw(form, 1, 256, 1024, "cpu"))
     x = torch.zeros(17, 1024, dtype=dtype)
-    linear_blocks_wgmma(x, weights, x[0, :256], Tiling(256, row_tile, BLOCK, stages, 4, True), space, 2)
+    linear_blocks_wgmma(x, weights, x[0, :256], Tiling(256, row_tile, BLOCK, stages, warps, True), space, 2)
 """
 
 

@@ -31,6 +31,22 @@ def test_paths_below_the_folder_alone(tmp_path: Path) -> None:
         assert str(base) not in str(e.value)
 
 
+def test_files_of_a_folder_are_below_the_folder_of_all(tmp_path: Path) -> None:
+    """A cache of the hub has links from one of its folders to another."""
+    base = tmp_path / "base"
+    folder, blob = base / "snapshots" / "a", base / "blobs" / "1"
+    for one in (folder, blob.parent):
+        one.mkdir(parents=True)
+    for file in (blob, tmp_path / "secret"):
+        file.write_text("{}")
+    (folder / "adapter_config.json").symlink_to("../../blobs/1")
+    assert find_folder("snapshots/a", str(base)) == folder
+    (folder / "adapter_model.safetensors").symlink_to(tmp_path / "secret")
+    with pytest.raises(RequestError, match="links that lead out of --lora-dir") as e:
+        find_folder("snapshots/a", str(base))
+    assert e.value.field == "lora_path" and "secret" not in str(e.value)
+
+
 def folder_of(base: Path, name: str) -> Path:
     folder = base / name
     folder.mkdir(parents=True)

@@ -133,6 +133,11 @@ def test_a_replica_is_a_process_with_a_number() -> None:
         worker_fields.check_one_host(here)
 
 
+def test_two_models_are_too_many() -> None:
+    with pytest.raises(ConfigError, match=r"^model a and --model b: which one"):
+        run(["gpu-worker", "a", "--model", "b"])
+
+
 def test_a_process_is_one_worker() -> None:
     with pytest.raises(ConfigError, match="--data-parallel-size: `run` starts one process"):
         run(["gpu-worker", "demo", *TCP, "--data-parallel-size", "2"])

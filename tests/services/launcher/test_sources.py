@@ -69,6 +69,11 @@ def test_which_model_is_served(args: list[str], model: str, monkeypatch: pytest.
     assert serve.read_values(args)[0]["model"] == model
 
 
+def test_a_model_of_the_command_line_is_before_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLOCKYARD_MODEL", "a/b")
+    assert serve.read_values(["demo"])[0]["model"] == "demo"
+
+
 @pytest.mark.parametrize(
     ("args", "words"), [(["a", "b"], "expected one model, got a b"), (["a", "--model", "b"], "which one")]
 )

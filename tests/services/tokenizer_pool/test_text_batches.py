@@ -2,13 +2,18 @@
 
 from array import array
 
+import msgspec
 import pytest
 from sentence_folders import WORDS, make_tokenizer
 
+from blockyard.services.tokenizer_pool.chats.chat_template import ChatTemplates
 from blockyard.services.tokenizer_pool.chats.pair_template import PairTemplate
+from blockyard.services.tokenizer_pool.chats.text_template import TextTemplate
 from blockyard.services.tokenizer_pool.text_batches import TextBatches
 from blockyard.services.tokenizer_pool.token_chars import max_token_chars
+from blockyard.shared import tokenizer_files
 from blockyard.shared.config.pooling.pair_templates import QWEN3_RERANKER
+from blockyard.shared.config.services.tokenizer import MessageSettings
 from blockyard.shared.errors import ConfigError, RequestError
 from blockyard.shared.messages import TextsTokenized, TokenizeTexts
 
@@ -74,6 +79,17 @@ def test_the_tokens_of_a_prompt_are_counted_as_sentence_transformers_does() -> N
     assert ids_of(found) == THEIRS([f"aa ba {text}" for text in TEXTS])["input_ids"]
 
 
+def test_a_prompt_goes_before_the_first_text_of_a_pair() -> None:
+    """With a template it is the instruction of requests without one."""
+    found = encode(TEXTS, seconds=SECONDS, prompt="aa ba ")
+    assert ids_of(found) == THEIRS([f"aa ba {text}" for text in TEXTS], SECONDS)["input_ids"]
+    template = "aa {{ instruction or 'ba' }} {{ query }} ca {{ document }} da"
+    for instruction, shown in ((None, "fa"), ("ea", "ea")):
+        found = encode(TEXTS, seconds=SECONDS, template=template, prompt="fa", instruction=instruction)
+        texts = [f"aa {shown} {query} ca {document} da" for query, document in zip(TEXTS, SECONDS, strict=True)]
+        assert ids_of(found) == THEIRS(texts, add_special_tokens=False)["input_ids"]
+
+
 def test_a_template_of_pairs() -> None:
     template = "aa {{ instruction or 'ba' }} {{ query }} ca {{ document }} da"
     found = encode(TEXTS, seconds=SECONDS, template=template, instruction="ea")
@@ -88,9 +104,73 @@ def test_a_template_of_pairs() -> None:
         PairTemplate("{{ query")
 
 
+@pytest.mark.parametrize(("left", "kept"), [(False, slice(4)), (True, slice(-4, None))])
+def test_the_side_of_a_document_that_is_cut(left: bool, kept: slice) -> None:
+    """Of one before a template as of one in a template."""
+    template, texts = "aa {{ query }} ca {{ document }} da", {"seconds": [SECONDS[2]], "truncates_left": left}
+    shown = " ".join(SECONDS[2].split()[kept])
+    expected = THEIRS([f"aa {TEXTS[1]} ca {shown} da"], add_special_tokens=False)["input_ids"]
+    for limits in ({"max_tokens": 14, "truncate": True}, {"max_second_tokens": 4}):
+        assert ids_of(encode([TEXTS[1]], template=template, **texts, **limits)) == expected
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_document_of_characters_of_several_tokens_is_cut(left: bool) -> None:
+    """Where the cut is within one, it goes, too. What cannot be cut at all is an error."""
+    tokenizer = tokenizer_files.load("shared/demo_model").tokenizer
+    batches = TextBatches(tokenizer, None, PairTemplate("Q: {{ query }} D: {{ document }}!"))
+    documents = ["\U0001f6a4 lock " * 9, "\u4f60\u597d\u4e16\u754c" * 9, "naïve " * 20, "  " * 30]
+    request = TokenizeTexts("r", "m", ["x"] * 4, documents, truncate=True, truncates_left=left)
+    for most in range(20, 40):
+        found = batches.encode(msgspec.structs.replace(request, max_tokens=most), tokenizer.get_vocab_size())
+        assert not found.errors and max(array("I", found.lengths)) <= most
+    assert len(batches.encode(msgspec.structs.replace(request, max_tokens=2), 10**6).errors) == 4
+
+
+def test_a_template_of_pairs_with_messages() -> None:
+    """Its values are those of transformers: no generation prompt, and the special tokens; others are the folder's."""
+    template = (
+        "{{ bos_token }} {% for one in messages %}{{ one.content }} {% endfor %}"
+        "{% if add_generation_prompt %}da{% endif %}{{ more }}"
+    )
+    assert PairTemplate(template, {"bos_token": "ga"}).render("q", "d", "i") == "ga i q d "
+    settings = MessageSettings(values={"add_generation_prompt": True, "more": "!"})
+    assert PairTemplate(template, {}, settings).render("q", "d", None) == " q d da!"
+    parts = "{{ messages[0].content[0].text }} {{ messages[1].content[0].text }}"
+    assert PairTemplate(parts, {}, MessageSettings(has_parts=True)).render("q", "d", None) == "q d"
+
+
+@pytest.mark.parametrize("prompt", ["", "ga ha"])
+def test_texts_that_the_chat_template_writes(prompt: str) -> None:
+    each = "{% for one in messages %}{{ one.role }} {{ one.content }} ea {% endfor %}"
+    chats = each + "{% if add_generation_prompt %}aa{% endif %}"
+    written = TextTemplate(ChatTemplates({"default": chats}, {}), MessageSettings(writes_texts=True))
+    tokenizer = make_tokenizer().backend_tokenizer
+    batches = TextBatches(tokenizer, max_token_chars(tokenizer), None, written)
+    before = f"system {prompt} ea " if prompt else ""
+    request = TokenizeTexts("r", "m", TEXTS, prompt=prompt, counts_prompt=True)
+    found = batches.encode(request, VOCAB)
+    expected = [f"{before}user {text} ea" for text in TEXTS]
+    assert ids_of(found) == THEIRS(expected, add_special_tokens=False)["input_ids"] and found.skip == 0
+    length = len(THEIRS(expected[2], add_special_tokens=False)["input_ids"])
+    for left, kept in ((False, slice(20)), (True, slice(-20, None))):
+        cut = msgspec.structs.replace(request, max_tokens=length - 10, truncate=True, truncates_left=left)
+        shown = " ".join(TEXTS[2].split()[kept])
+        [ids] = ids_of(batches.encode(msgspec.structs.replace(cut, texts=[TEXTS[2]]), VOCAB))
+        assert ids == THEIRS(f"{before}user {shown} ea", add_special_tokens=False)["input_ids"]
+
+
 def test_of_a_pair_that_is_too_long_the_longer_text_is_named() -> None:
     errors = encode(TEXTS, seconds=SECONDS, max_tokens=12).errors
     assert [(one.index, one.is_second, one.num_tokens) for one in errors] == [(0, True, 13), (2, False, 53)]
+
+
+def test_what_is_around_a_text_may_be_too_long() -> None:
+    """The error does not say to cut what is cut already."""
+    template = "aa {{ query }} ca {{ document }} da"
+    for more in ({}, {"seconds": SECONDS[:1]}, {"seconds": SECONDS[:1], "template": template}):
+        [error] = encode([TEXTS[2]] if "template" in more else TEXTS[:1], max_tokens=1, truncate=True, **more).errors
+        assert error.message.startswith("The text cannot be cut to 1 tokens") and error.max_tokens == 1
 
 
 def test_the_template_of_qwen3_reranker() -> None:

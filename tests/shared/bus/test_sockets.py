@@ -17,6 +17,7 @@ from blockyard.shared.bus.links import Links
 from blockyard.shared.bus.registry_socket import RegistrySocket, registry_address
 from blockyard.shared.bus.sockets import PART_BYTES, Sockets, receive_routed, send_frame
 from blockyard.shared.config.services.process import BusConfig
+from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import Detokenize, Detokenized, Member, Members, Role
 from blockyard.shared.process.service_main import rss_bytes
 
@@ -158,6 +159,13 @@ def test_a_frame_that_cannot_be_queued_is_sent_in_no_part(tmp_path: Path) -> Non
 )
 def test_the_registry_binds_the_address_it_was_given(registry_at: str, bind: str, bound: str) -> None:
     assert registry_address(BusConfig(registry=registry_at, bind=bind)) == bound
+
+
+@pytest.mark.parametrize("bind", ["tcp://192.0.2.1", "tcp://no-such-name", "ipc:///no-such-folder"])
+def test_an_address_that_this_machine_does_not_have_is_named(bind: str, tmp_path: Path) -> None:
+    sockets = Sockets(BusConfig(registry=f"ipc://{tmp_path}/bus", bind=bind))
+    with contextlib.closing(sockets), pytest.raises(ConfigError, match=f"^--bind {bind}: "):
+        sockets.bind_router()
 
 
 def test_a_registry_on_the_loopback_address_is_not_reached_at_another_one(tcp: BusConfig) -> None:

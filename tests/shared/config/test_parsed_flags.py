@@ -211,6 +211,16 @@ def test_environment_lists_and_switches() -> None:
     assert notes == []
 
 
+@pytest.mark.parametrize("text", ["2,4", "2 4", "2, 4", "[2, 4]"])
+def test_integers_of_the_environment_are_spelt_as_on_the_command_line(text: str) -> None:
+    given, _ = from_environment({"BLOCKYARD_PIPELINE_LAYERS": text})
+    assert (
+        given["pipeline-layers"].value
+        == [2, 4]
+        == from_command_line(["--pipeline-layers", text])[0]["pipeline-layers"].value
+    )
+
+
 def test_unknown_variables_are_an_error() -> None:
     with pytest.raises(ConfigError, match="BLOCKYARD_PROT: no such flag; did you mean BLOCKYARD_PORT"):
         from_environment({"BLOCKYARD_PROT": "1"})

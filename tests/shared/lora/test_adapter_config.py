@@ -1,12 +1,17 @@
 """adapter_config.json: what is read, and what is refused by name."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from blockyard.shared.errors import AdapterError
-from blockyard.shared.lora.adapter_config import AdapterConfig, parse_config
+from blockyard.shared.lora.adapter_config import CONFIG_FILE, AdapterConfig, parse_config
+from blockyard.shared.lora.adapter_folder import read_config, read_header
+from blockyard.shared.lora.prompt_config import is_prompt_adapter, read_prompt_config
+
+DEEP = b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
 
 def parse(**fields: Any) -> AdapterConfig:
@@ -33,6 +38,11 @@ def parse(**fields: Any) -> AdapterConfig:
         ({"target_modules": None}, "target_modules"),
         ({"target_modules": "(q_proj"}, "(q_proj"),
         ({"rank_pattern": {"[": 2}}, "["),
+        ({"target_modules": "q{99999999999}"}, "q{99999999999}"),
+        ({"context_length": 0}, "context_length"),
+        ({"context_length": 10**30}, "context_length"),
+        ({"layers_to_transform": [10**19]}, "layers_to_transform"),
+        ({"trainable_token_indices": [-1]}, "trainable_token_indices"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(fields: dict[str, Any], name: str) -> None:
@@ -41,10 +51,19 @@ def test_what_is_not_served_is_refused_by_name(fields: dict[str, Any], name: str
     assert name in str(e.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff"])
-def test_what_is_no_json_object(content: bytes) -> None:
-    with pytest.raises(AdapterError):
-        parse_config(content)
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", DEEP], ids=lambda one: str(one[:9]))
+def test_what_is_no_json_object(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / CONFIG_FILE).write_bytes(content)
+    assert not is_prompt_adapter(tmp_path)
+    for read in (read_config, read_prompt_config):
+        with pytest.raises(AdapterError, match="not a JSON object"):
+            read(tmp_path)
+
+
+def test_a_header_that_is_no_json_object(tmp_path: Path) -> None:
+    (file := tmp_path / "adapter_model.safetensors").write_bytes(len(DEEP).to_bytes(8, "little") + DEEP)
+    with pytest.raises(AdapterError, match="not a safetensors file"):
+        read_header(file)
 
 
 def test_fields_of_training_are_ignored_and_unknown_ones_are_told() -> None:

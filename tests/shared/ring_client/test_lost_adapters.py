@@ -41,6 +41,45 @@ def test_an_adapter_is_loaded_again_and_its_requests_wait() -> None:
     assert schedulers.of("m", "loaded") == [2]
 
 
+def replaced(path: str, *, was_asked_for: bool = True) -> AdapterCard:
+    """What is served under the name of an adapter of the start."""
+    return msgspec.structs.replace(adapter("start"), root=path, digest=path.encode(), was_asked_for=was_asked_for)
+
+
+def restarted_with(before: AdapterCard, *after: AdapterCard) -> Schedulers:
+    schedulers = Schedulers(["m"])
+    cards = [ModelCard(["m"], "m", 100, 100, 0, adapters=adapters) for adapters in ([before], list(after))]
+    schedulers.changed(msgspec.structs.replace(member(1), card=cards[0]))
+    schedulers.gone(member(1), 10.0)
+    schedulers.changed(msgspec.structs.replace(member(2), card=cards[1]))
+    return schedulers
+
+
+def test_an_adapter_that_was_replaced_is_replaced_again() -> None:
+    """The flags name other bytes, of which no request is to be answered."""
+    schedulers = restarted_with(replaced("/new"), adapter("start"))
+    [(_, command)] = schedulers.lost_adapters.take_commands()
+    assert (command.adapter, command.adapter_path, command.replace) == ("start", "/new", True)
+    assert schedulers.card("start").adapter == replaced("/new") and schedulers.of("m", "start") == []
+    schedulers.changed(member(2, "start"))  # a card that was sent before
+    assert schedulers.of("m", "start") == []
+    schedulers.on_adapters(2, [replaced("/new")])
+    assert schedulers.of("m", "start") == [2] and schedulers.card("start").adapter == replaced("/new")
+
+
+def test_an_operator_who_replaces_it_meanwhile_is_heard() -> None:
+    schedulers = restarted_with(replaced("/new"), adapter("start"))
+    schedulers.on_adapters(2, [replaced("/newest")])
+    assert not schedulers.lost_adapters.take_commands()
+    assert schedulers.of("m", "start") == [2] and schedulers.card("start").adapter == replaced("/newest")
+
+
+def test_flags_that_were_changed_hold() -> None:
+    schedulers = restarted_with(adapter("start"), replaced("/new", was_asked_for=False))
+    assert not schedulers.lost_adapters.take_commands()
+    assert schedulers.card("start").adapter == replaced("/new", was_asked_for=False)
+
+
 def test_a_prompt_adapter_is_loaded_again_as_one() -> None:
     schedulers, tuned = Schedulers(["m"]), msgspec.structs.replace(adapter("tuned"), num_virtual_tokens=9)
     before = member(1, "start")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from blockyard.shared.errors import RequestError, TooLong
 from blockyard.shared.messages import ModelCard, PoolingCard, PoolingTask
 from blockyard.shared.ring_client.pooling.calls import WHOLE_LENGTH, PooledAnswer, PooledText, PoolingCall, TextPair
+from blockyard.shared.ring_client.pooling.text_jobs import field_of
 from blockyard.shared.token_ids import pack, unpack
 
 EMBED = PoolingCard(PoolingTask.EMBED, width=4, max_len=64, pooling="MEAN", normalizes=True, dimensions=[2])
@@ -87,8 +88,7 @@ class FakePooling:
         most = pooling.max_len if cut in (None, WHOLE_LENGTH) else min(cut, pooling.max_len)
         if length <= most or cut is not None:
             return min(length, most)
-        name = (call.second_field if isinstance(given, TextPair) else "") or call.field
-        field = name if call.is_single else f"{name}[{index}]"
+        field = field_of(call, index, isinstance(given, TextPair))
         raise RequestError(
             f"{field} has {length} tokens, at most {most} fit",
             field,

@@ -72,7 +72,8 @@ def emulate_launches() -> None:
     def run(function: Any, *args: Any, grid: Any, **options: Any) -> Any:
         kernel = compile_alone(function, *args, grid=grid, **options)
         signature = kernel.src.signature
-        values = [one for name, one in zip(function.arg_names, args, strict=False) if signature[name] != "constexpr"]
+        given = options | dict(zip(function.arg_names, args, strict=False))
+        values = [given[name] for name in function.arg_names if signature[name] != "constexpr"]
         run_ptx(kernel.asm["ptx"], values, grid, 32 * kernel.metadata.num_warps, kernel.metadata.shared)
         return kernel
 

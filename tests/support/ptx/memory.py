@@ -38,6 +38,16 @@ class Memory:
             memory, offset = self._place(int(addresses[i]), values.shape[1])
             memory[offset : offset + values.shape[1]] = values[i]
 
+    def add(self, addresses: Bits, values: Bits, wanted: Bits) -> Bits:
+        """Adds whole numbers of 32 bits, one after the other, and returns what was there."""
+        before = np.zeros(len(addresses), np.uint64)
+        for i in np.flatnonzero(wanted):
+            memory, offset = self._place(int(addresses[i]), 4)
+            number = memory[offset : offset + 4].view(np.uint32)
+            before[i] = number[0]
+            number[0] += np.uint32(values[i])
+        return before
+
 
 class Shared:
     """Shared memory of a program, with the same methods."""

@@ -13,6 +13,7 @@ from ptx.memory import Bits, Memory, Shared
 Line = tuple[str, str, list[str]]  # predicate or none, instruction, operands
 WIDTHS = {"8": 8, "16": 16, "32": 32, "64": 64}
 MASKS = {width: np.uint64((1 << width) - 1) for width in (8, 16, 32, 64)}
+FLOAT8 = {"e4m3x2": torch.float8_e4m3fn, "e5m2x2": torch.float8_e5m2}
 WITHOUT_EFFECT = ("bar", "barrier", "griddepcontrol", "fence", "prefetch", "membar")
 
 
@@ -98,7 +99,7 @@ class Program:
             self._access(name, parts, args, wanted)
         elif name == "mma":
             self._mma(parts, args)
-        elif name in ("ldmatrix", "stmatrix"):
+        elif name in ("ldmatrix", "stmatrix", "movmatrix"):
             self._matrices(name, parts, args)
         elif name == "cp":
             if parts[2] in ("ca", "cg"):  # others wait for copies, which are done at once here
@@ -133,14 +134,19 @@ class Program:
     def _exchange(self, name: str, parts: list[str], args: list[str], wanted: Bits) -> None:
         """Among the threads of a warp, or of a program."""
         if name == "atom":
-            assert parts[-3:] == ["shared", "add", "u32"]
-            self._shared.add(self._address(args[1]), self._get(args[2], 32), wanted)
+            assert parts[-2:] in (["add", "u32"], ["add", "s32"])
+            if "shared" in parts:
+                self._shared.add(self._address(args[1]), self._get(args[2], 32), wanted)
+            else:
+                self._set(args[0], self._memory.add(self._address(args[1]), self._get(args[2], 32), wanted), wanted)
             return
         number = np.arange(self._threads)
         if name == "shfl":
-            assert "bfly" in parts or "idx" in parts
+            assert {"bfly", "idx", "up"} & set(parts)
             other = self._get(args[2]).astype(np.int64) % 32
             source = number ^ other if "bfly" in parts else number // 32 * 32 + other
+            if "up" in parts:
+                source = np.where(number % 32 >= other, number - other, number)
             made = self._get(args[1], 32)[source]
         elif name == "vote":
             assert "ballot" in parts
@@ -187,6 +193,9 @@ class Program:
     def _matrices(self, name: str, parts: list[str], args: list[str]) -> None:
         """Of 8 x 8 numbers of 16 bits, between shared memory and registers. Eight threads have the addresses of a
         matrix's rows; a thread gets two numbers of a row, or of a column."""
+        if name == "movmatrix":
+            self._set(args[0], self._transposed(self._get(args[1], 32)), np.ones(self._threads, bool))
+            return
         registers, place = (args[0], args[1]) if name == "ldmatrix" else (args[1], args[0])
         addresses, number, everyone = self._address(place), np.arange(self._threads), np.ones(self._threads, bool)
         own, pair = number % 32 // 4, number % 4 * 2
@@ -204,6 +213,15 @@ class Program:
                     self._shared.store(at, half_word.view(np.uint8).reshape(-1, 8)[:, :2], everyone)
             if name == "ldmatrix":
                 self._set(register, made, everyone)
+
+    def _transposed(self, pairs: Bits) -> Bits:
+        """8 x 8 numbers of 16 bits of each warp, of which a thread has two of a row."""
+        number, made = np.arange(self._threads), self._full(0)
+        for j in (0, 1):
+            row, column = number % 4 * 2 + j, number % 32 // 4
+            found = pairs[number // 32 * 32 + row * 4 + column // 2] >> (16 * (column % 2)).astype(np.uint64)
+            made |= (found & MASKS[16]) << np.uint64(16 * j)
+        return made
 
     def _mma(self, parts: list[str], args: list[str]) -> None:
         assert "m16n8k16" in parts
@@ -244,10 +262,10 @@ class Program:
 
     def _convert(self, parts: list[str], args: list[str], wanted: Bits) -> None:
         to, of = parts[-2:]
-        if of == "e4m3x2":
+        if of in FLOAT8:
             bits = self._get(args[1], 16)
-            e4m3 = [torch.from_numpy(((bits >> np.uint64(8 * i)) & MASKS[8]).astype(np.uint8)) for i in (0, 1)]
-            halves = [of_half(one.view(torch.float8_e4m3fn).double().numpy(), "f16") for one in e4m3]
+            each = [torch.from_numpy(((bits >> np.uint64(8 * i)) & MASKS[8]).astype(np.uint8)) for i in (0, 1)]
+            halves = [of_half(one.view(FLOAT8[of]).double().numpy(), "f16") for one in each]
             return self._set(args[0], halves[0] | halves[1] << np.uint64(16), wanted)
         if to.endswith("x2"):
             high, low = (of_half(f32(self._get(one, 32)), to[:-2]) for one in args[1:3])

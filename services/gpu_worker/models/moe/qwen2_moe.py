@@ -44,12 +44,12 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
     def make_mlp(layers: LinearLayers, layer: int, prefix: str) -> FeedForward:
         if not moe.has_experts(layer):
             return llama_mlp(layers, fields, prefix)
-        mlp = f"{prefix}.mlp"
+        mlp, inner = f"{prefix}.mlp", shared.shared_expert_intermediate_size
         return RoutedExperts(
             layers.make([part(f"{mlp}.gate", routing.num_experts)], hidden),
             separate_experts(layers, f"{mlp}.experts", routing.num_experts, hidden, moe.moe_intermediate_size),
             routing,
-            shared=GatedMLP(layers, f"{mlp}.shared_expert", hidden, shared.shared_expert_intermediate_size),
+            shared=GatedMLP(layers, f"{mlp}.shared_expert", hidden, inner, weighted=True),
             shared_gate=layers.make([part(f"{mlp}.shared_expert_gate", 1)], hidden),
         )
 

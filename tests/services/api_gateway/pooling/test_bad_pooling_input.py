@@ -56,6 +56,15 @@ BAD: list[tuple[PoolingCard, str, dict[str, Any], str, str]] = [
     (EMBED, "/score", {"text_1": "x" * 65, "text_2": ["c", "d"]}, "text_1", "65 tokens"),
     (EMBED, "/score", {"text_1": "a", "text_2": ["c", "x" * 65]}, "text_2[1]", "65 tokens"),
     (EMBED, "/score", {"text_1": ["a", "b"], "text_2": ["c", "x" * 65]}, "text_2[1]", "text_2[1] has 65 tokens"),
+    *(
+        (EMBED, "/rerank", texts | {limit: 9}, field, f"{field} has 65 tokens")
+        for limit in ("max_tokens_per_doc", "max_tokens_per_query")
+        for texts, field in (
+            ({"query": "a", "documents": ["x" * 65]}, "documents[0]"),
+            ({"query": "a", "documents": ["c", "x" * 65]}, "documents[1]"),
+            ({"query": "x" * 65, "documents": ["c", "d"]}, "query"),
+        )
+    ),
     (SCORE, "/rerank", {"query": "a"}, "documents", "missing"),
     (SCORE, "/rerank", {"query": "a", "documents": []}, "documents", "empty"),
     (SCORE, "/rerank", {"query": "", "documents": ["a"]}, "query", "empty"),

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from blockyard.services.gpu_worker.lora.targets import ModelTargets
 from blockyard.services.gpu_worker.runner import Runner
+from blockyard.shared.errors import AdapterError
 
 IDS = np.random.default_rng(4).integers(2, VOCAB, 40).tolist()
 CHUNKS = [17, 1, 1, 21]
@@ -181,6 +182,14 @@ def test_drawn_targets_against_merged_weights(name: str, tmp_path: Path) -> None
 )
 def test_fields_of_the_config(fields: dict[str, Any], tmp_path: Path) -> None:
     check(BY_NAME["llama-odd"], tmp_path, fields)
+
+
+def test_a_bias_behind_which_a_gate_multiplies(tmp_path: Path) -> None:
+    """The gate of shared experts is in the input of their last product, where a bias would be without it."""
+    fields = {"lora_bias": True}
+    runner = check(BY_NAME["qwen2-moe"], tmp_path / "a", {"target_modules": ["o_proj", "up_proj"]} | fields)
+    with pytest.raises(AdapterError, match=r"a bias for model.layers.1.mlp.shared_expert.down_proj.*by a gate"):
+        check(BY_NAME["qwen2-moe"], tmp_path / "b", {"target_modules": ["down_proj"]} | fields, runner)
 
 
 ROWS = sorted(set(IDS[3:30]))

@@ -22,6 +22,7 @@ from blockyard.shared.errors import AdapterError
 PREFIX = "base_model.model.model.layers.1.self_attn.q_proj"
 A, B = f"{PREFIX}.lora_A.weight", f"{PREFIX}.lora_B.weight"
 A7, B7 = A.replace("layers.1", "layers.7"), B.replace("layers.1", "layers.7")
+ONES = {A: torch.ones(4, 64), B: torch.ones(64, 4)}
 LIMITS = AdapterLimits(dtype=torch.float32, max_rank=8, with_bias=False, max_rows=200)
 
 
@@ -34,7 +35,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> ModelTargets:
 
 def write(folder: Path, **config: Any) -> dict[str, torch.Tensor]:
     """A whole adapter of one module. Returns its tensors."""
-    tensors = {A: torch.ones(4, 64), B: torch.ones(64, 4)}
+    tensors = dict(ONES)
     fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]} | config
     (folder / "adapter_config.json").write_text(json.dumps(fields))
     save_file(tensors, folder / "adapter_model.safetensors")
@@ -107,6 +108,10 @@ WRONG = [
     (replaced(**{A: torch.ones(4, 64).to(torch.float8_e4m3fn)}), "float8_e4m3fn"),
     (replaced(**{f"{PREFIX}.lora_magnitude_vector": torch.ones(64)}), "lora_magnitude_vector"),
     (replaced(**{f"{PREFIX}.lora_B.bias": torch.ones(64)}), "--enable-lora-bias"),
+    (saved_by_torch(torch.empty(4, 64, device="meta")), "a dictionary of tensors"),
+    (replaced(**{A.replace(".weight", ".default.weight"): torch.zeros(4, 64)}), "two tensors for a of model.layers.1"),
+    (replaced(**{A.removeprefix("base_model.model."): torch.zeros(4, 64)}), "two tensors for a of model.layers.1"),
+    (replaced(**{one.replace("model.layers", "layers"): ONES[one] for one in (A, B)}), "are the same module"),
     (replaced(**{A7: torch.ones(4, 64), B7: torch.ones(64, 4)}), "layers.7"),
 ]
 
@@ -129,6 +134,12 @@ WRONG += [
     (tokens({}, **SAVED), "modules_to_save lm_head"),
     (tokens({"base_model.model.model.norm.weight": torch.ones(64)}, modules_to_save=["norm"]), "model.norm"),
     (tokens({f"{EMBEDDING}.lora_embedding_A": torch.ones(4, 211)}, target_modules=EITHER), "only one"),
+    (tokens({}, trainable_token_indices=[1]), "trainable_token_indices"),
+    (
+        tokens({TRAINED: torch.ones(1, 64)}, trainable_token_indices={"embed_tokens": [1], "lm_head": [1]}),
+        "trainable_token_indices lm_head: the adapter has no tensors",
+    ),
+    (tokens({}, target_parameters=["mlp.experts.down_proj"]), "target_parameters mlp.experts.down_proj"),
     (tokens({TRAINED: torch.ones(2, 64)}, trainable_token_indices=[1]), "2 trained rows"),
     (tokens({TRAINED: torch.ones(1, 64)}, trainable_token_indices=[211]), "token 211"),
 ]

@@ -21,7 +21,7 @@ from torch import Tensor
 from blockyard.services.gpu_worker.quantization.dense import UnquantizedLinear
 from blockyard.services.gpu_worker.quantize.__main__ import table
 from blockyard.services.gpu_worker.quantize.folder import quantize
-from blockyard.services.gpu_worker.quantize.rounding import Rounding
+from blockyard.services.gpu_worker.quantize.rounding import Rounding, config, round_matrix
 from blockyard.shared.config.pooling.sentence_modules import read_modules
 from blockyard.shared.errors import ConfigError
 
@@ -94,6 +94,27 @@ def test_the_worker_and_the_package_read_the_same(tmp_path: Path, model: str, ki
             rounding = like.method.kept_form.round_inputs
             linear.wrap(lambda product, rounding=rounding: lambda x: product(rounding(x, {})))
     torch.testing.assert_close(logits(packed), logits(dense), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("asymmetric", [False, True])
+def test_a_group_may_be_all_inputs(asymmetric: bool) -> None:
+    how = Rounding("w4", 64, asymmetric)
+    made, numbers = round_matrix(torch.randn(24, 64, generator=torch.Generator().manual_seed(2)), how)
+    [own] = QuantizationConfig(**config(how, [])).config_groups.values()
+    read = BaseCompressor.get_value_from_registry(own.format).decompress(dict(made), own)["weight"]
+    torch.testing.assert_close(read, numbers, atol=0, rtol=1e-6)
+
+
+def test_stacked_experts_stay(tmp_path: Path) -> None:
+    """They are named as matrices that stay, and their biases, which are no matrices, are not."""
+    written = quantize(source(tmp_path, "gpt-oss"), tmp_path / "target", Rounding("int8"))
+    assert {name.partition(".mlp.")[2] for name in written.ignored if ".mlp." in name} == {
+        "router",
+        "experts.gate_up_proj",
+        "experts.down_proj",
+    }
+    lines = start(tmp_path / "target", max_model_len=64).model.table.describe_unused()
+    assert not [line for line in lines if "quantization_config names" in line]
 
 
 def with_config(folder: Path, **fields: Any) -> None:

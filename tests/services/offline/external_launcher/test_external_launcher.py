@@ -19,13 +19,16 @@ from blockyard.shared.errors import ConfigError
 SRC = Path(__file__).parents[4] / ".src"
 SCRIPT = """
     import json, os, sys
-    from blockyard import LLM, SamplingParams
+    from blockyard import LLM, LoRARequest, SamplingParams
     rank = int(os.environ["RANK"])
-    llm = LLM("demo", worker_cls="mock", log_level="warning", distributed_executor_backend="external_launcher", seed=0)
+    settings = {"worker_cls": "mock", "log_level": "warning", "seed": 0, "enable_lora": True}
+    llm = LLM("demo", distributed_executor_backend="external_launcher", **settings)
+    params, sql, other = SamplingParams(max_tokens=4, temperature=1.0), LoRARequest("sql", 1, "/sql"), f"/other/{rank}"
     said = []
-    for prompts in (["a", "b", "c"], [f"only {rank}"], ["d"]):
+    calls = [(["a", "b", "c"], None), ([f"only {rank}"], None), (["d"], None), (["e", "f"], [sql, None])]
+    for prompts, adapter in [*calls, (["g"], LoRARequest("other", 2, other)), (["h"], LoRARequest("unknown"))]:
         try:
-            found = llm.generate(prompts, SamplingParams(max_tokens=4, temperature=1.0), use_tqdm=False)
+            found = llm.generate(prompts, params, use_tqdm=False, lora_request=adapter)
             said.append([[one.prompt, one.outputs[0].text] for one in found])
         except ValueError as e:
             said.append(str(e))
@@ -57,9 +60,11 @@ def test_all_processes_of_torchrun_get_all_outputs(short_path: Path) -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), str(short_path)]
     subprocess.run([sys.executable, *command], env=environment(short_path), check=True, timeout=120)
     first, second = (json.loads((short_path / f"said{rank}").read_text("utf-8")) for rank in range(2))
-    assert first[:3] == second[:3] and [one[0] for one in first[0]] == ["a", "b", "c"]
-    assert first[1] == "the prompts or parameters of generate differ: processes [1] from process 0"
-    assert first[3] == "reset" and "process 0 of the script has the ring" in second[3]
+    assert first[:6] == second[:6] and [one[0] for one in first[0]] == ["a", "b", "c"]
+    assert first[1] == first[4] == "the prompts or parameters of generate differ: processes [1] from process 0"
+    assert [one[0] for one in first[3]] == ["e", "f"]
+    assert first[5] == "the adapter 'unknown' is not loaded, and lora_path is empty"
+    assert first[6] == "reset" and "process 0 of the script has the ring" in second[6]
     with LLM("demo", worker_cls="mock", log_level="warning", seed=0) as llm:
         alone = llm.generate(["a", "b", "c"], SamplingParams(max_tokens=4, temperature=1.0), use_tqdm=False)
     assert [[one.prompt, one.outputs[0].text] for one in alone] == first[0]

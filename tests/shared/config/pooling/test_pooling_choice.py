@@ -63,7 +63,19 @@ def test_the_flag_goes_before_the_folder() -> None:
     assert (found.modes, found.dense, found.normalize) == ((PoolingMode.CLS,), (DENSE,), True)
     assert found.source == "--override-pooler-config"
     tokens = choose_pooling(PoolingMode.LAST, 8, _folder(DENSE), read_overrides({"pooling_type": "ALL"}))
-    assert (tokens.dense, tokens.width) == ((), 8)
+    assert (tokens.dense, tokens.width) == ((DENSE,), 4)
+    joined = _folder(DENSE, pooling=PoolingModule(modes=(PoolingMode.MEAN, PoolingMode.CLS), width=4))
+    tokens = choose_pooling(PoolingMode.LAST, 4, joined, read_overrides({"pooling_type": "ALL"}))
+    assert (tokens.dense, tokens.width) == ((), 4)
+
+
+def test_a_folder_that_cuts_vectors() -> None:
+    found = choose_pooling(PoolingMode.LAST, 8, _folder(NormalizeModule()), NOTHING, truncate_dim=3)
+    assert (found.width, found.truncate_dim) == (3, 3)
+    assert found.describe() == "pooling: MEAN (modules.json), 3 numbers (truncate_dim), normalized before the cut"
+    for width, outputs in ((9, None), (1, 2)):  # it is as wide as the vector, or of another output
+        found = choose_pooling(PoolingMode.LAST, 8, None, NOTHING, num_outputs=outputs, truncate_dim=width)
+        assert (found.width, found.truncate_dim) == (outputs or 8, None)
 
 
 def test_steps() -> None:

@@ -24,7 +24,8 @@ from blockyard.services.gpu_worker.quantization.kept.form import KeptForm
 from blockyard.services.gpu_worker.quantization.kept.w4a16 import W4A16
 from blockyard.services.gpu_worker.quantization.kept.w8a16 import W8A16
 
-MOST_ZERO = 32_768.0  # in float16 larger zeros are not far from infinite: then the offset counts alone
+# larger zeros are infinite, or in float16 not far from it: then the offset counts alone
+MOST_ZERO = {2: 32_768.0, 4: torch.finfo(torch.float32).max}  # by the bytes of the model's dtype
 
 
 class BlockNumbers(NamedTuple):
@@ -54,9 +55,8 @@ class GgmlType(NamedTuple):
         outputs, names = len(blocks), w4a16 if self.bits == 4 else w8a16
         zeros = None
         if offsets is not None:
-            most = MOST_ZERO if dtype.itemsize == 2 else torch.inf
             zeros = -offsets / scales
-            is_plain = ~(zeros.abs() <= most)  # also where the scale is 0
+            is_plain = ~(zeros.abs() <= MOST_ZERO[dtype.itemsize])  # also where the scale is 0
             codes = torch.where(is_plain[..., None], 0, codes)
             scales, zeros = torch.where(is_plain, -offsets, scales), torch.where(is_plain, 1.0, zeros)
         flat = codes.reshape(outputs, -1)

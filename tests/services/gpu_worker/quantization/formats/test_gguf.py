@@ -136,16 +136,20 @@ def test_blocks_with_a_kept_form(name: str) -> None:
         assert float((got - want).abs().max() / want.abs().max()) < most
 
 
-def test_zeros_that_16_bits_do_not_hold() -> None:
-    """Where the scale is tiny beside the offset, the offset alone counts."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [0, 6e-8])
+def test_zeros_that_cannot_be_kept(scale: float, dtype: torch.dtype) -> None:
+    """Where the scale is 0, as of equal numbers, or tiny beside the offset, the offset alone counts."""
     stored = draw(Kind.Q4_1, 2, 64)
     blocks = stored.reshape(2, 2, 20)
-    blocks[..., :2] = np.full((2, 2, 1), 6e-8, np.float16).view(np.uint8)
+    blocks[..., :2] = np.full((2, 2, 1), scale, np.float16).view(np.uint8)
     blocks[..., 2:4] = np.full((2, 2, 1), 0.5, np.float16).view(np.uint8)
     want = torch.from_numpy(gguf.quants.dequantize(stored, Kind.Q4_1))
-    made = scheme_of("Q4_1", torch.from_numpy(stored), 64, torch.bfloat16)
-    kept = {key: value.half() if value.is_floating_point() else value
-            for key, value in made.to_kept({"weight": torch.from_numpy(stored)}).items()}  # fmt: skip
+    made = scheme_of("Q4_1", torch.from_numpy(stored), 64, dtype)
+    kept = {
+        key: value.to(made.form.tensors()[key].dtype)
+        for key, value in made.to_kept({"weight": torch.from_numpy(stored)}).items()
+    }
     torch.testing.assert_close(made.form.dequantize(kept, 64, torch.float32), want, rtol=1e-3, atol=0)
 
 
