@@ -72,13 +72,6 @@ def _scales_of_row(
         return inverse, scale, zero
 
 
-@triton.jit
-def _wait(PDL: tl.constexpr):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-
-
 @triton.jit(do_not_specialize=["num_pairs"])
 def _gate_up_quantized_kernel(
     x_ptr, norm_weight_ptr, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, table_ptr, bias_ptr, scale_ptr,
@@ -90,14 +83,10 @@ def _gate_up_quantized_kernel(
     SCALE: tl.constexpr, LOADS: tl.constexpr, BINS: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # program (i, p): outputs i * OUT_TILE ... of pair p
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     pair = tl.program_id(1)
-    x_ptr += pair // TOP_K * SIZE
-    # with a norm x is what the router has read, which had ended when the kernel that chose experts announced this one
-    EARLY: tl.constexpr = ROUND if NORM else 0
-    inverse, scale, zero = _scales_of_row(
-        x_ptr, norm_weight_ptr, eps, most, high_ptr, low_ptr, NORM, EARLY, STATIC, MOST, ROUND_GROUP, SIZE, FULL
-    )
-    _wait(PDL)
     if LOADS:
         store_loads(experts_ptr, loads_ptr, num_pairs, EXPERTS, BINS, PAIRS)
     expert = tl.load(experts_ptr + pair).to(tl.int64)
@@ -107,11 +96,11 @@ def _gate_up_quantized_kernel(
     out = tl.program_id(0) * OUT_TILE + number // 2
     known = (out < inner)[None, :, None]
     output = (expert * 2 * inner + number % 2 * inner + out)[None, :, None]
+    x_ptr += pair // TOP_K * SIZE
     following = load_codes(codes_ptr, output, known, 0, SIZE, CODES, TILE)
-    if not NORM:
-        inverse, scale, zero = _scales_of_row(
-            x_ptr, norm_weight_ptr, eps, most, high_ptr, low_ptr, NORM, ROUND, STATIC, MOST, ROUND_GROUP, SIZE, FULL
-        )
+    inverse, scale, zero = _scales_of_row(
+        x_ptr, norm_weight_ptr, eps, most, high_ptr, low_ptr, NORM, ROUND, STATIC, MOST, ROUND_GROUP, SIZE, FULL
+    )
     totals = tl.zeros([1, 2 * OUT_TILE, TILE // LANE], tl.float32)
     squares = tl.zeros([TILE // 8], tl.float32)
     for start in tl.static_range(0, SIZE, TILE):

@@ -46,8 +46,8 @@ def _route_experts_kernel(
 ):  # fmt: skip
     # program i: row i, its experts as [groups, experts of a group]
     if PDL:
+        gdc_launch_dependents()
         gdc_wait()
-        gdc_launch_dependents()  # now: the next kernel may read before its wait what the router has read
     row = tl.program_id(0).to(tl.int64)
     SIZE: tl.constexpr = EXPERTS // GROUPS
     groups = tl.arange(0, GROUP_TILE)[:, None]
