@@ -1,4 +1,4 @@
-"""Linear layer of one to 32 rows with weights of 4 bits, in Gluon: codes go from memory straight to the registers from
+"""Linear layer of one to 16 rows with weights of 4 bits, in Gluon: codes go from memory straight to the registers from
 which tensor cores read the left operand; on a GPU.
 
 After Marlin (https://arxiv.org/abs/2408.11743), without its order of codes: a thread holds the 8 adjacent inputs whose
@@ -22,7 +22,7 @@ from blockyard.kernels.quantized.block_weights import BLOCK, BlockWeights
 from blockyard.kernels.quantized.unpack_assembly import unpack_assembly
 from blockyard.kernels.quantized.unpack_tiles import less_zeros, scale_numbers
 
-MAX_ROWS = 32
+MAX_ROWS = 16
 HALF = 64  # bytes of the codes of one output in a block, and inputs of each half
 
 
@@ -219,7 +219,7 @@ def can_multiply(weights: BlockWeights, dtype: torch.dtype) -> bool:
 
 def mma_row_tile(rows: int) -> int:
     """The rows of a tile, for which a kernel is compiled."""
-    return next(tile for tile in (8, 16, MAX_ROWS) if rows <= tile)
+    return 8 if rows <= 8 else MAX_ROWS
 
 
 def is_even(inputs: int, warps: int, ahead: int) -> bool:

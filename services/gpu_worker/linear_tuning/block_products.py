@@ -1,6 +1,6 @@
 """Kernels of weights of 4 and 8 bits in blocks, with inputs as they are. Imports Triton: for GPUs only.
 
-Beside the method's own product: the skinny GEMM for few rows, the GEMM whose codes never leave registers for up to 32,
+Beside the method's own product: the skinny GEMM for few rows, the GEMM whose codes never leave registers for up to 16,
 the GEMM of Hopper's warp groups from nine rows on, or the stream-K GEMM, and for many rows cuBLAS with a weight that is
 unpacked first.
 """
@@ -54,12 +54,11 @@ SKINNY_TILES = {
 # the same of weights of 4 bits, for its fused forms: each takes seconds to compile
 SKINNY_BESIDE_MMA = {1: ((8, 512, 2, 4), (8, 512, 4, 4), (16, 512, 2, 8), (8, 1024, 2, 8))}
 MMA_ALONE = 8  # rows, up to which the stream-K GEMM took twice as long
-# most rows -> candidates: out_tile, warps, steps loaded before the PDL wait
-MMA_TILES = {
-    16: ((16, 4, 4), (32, 4, 1), (32, 4, 2), (32, 4, 4), (16, 8, 2), (16, 8, 4), (32, 8, 2), (32, 8, 4), (16, 4, 1),
-         (16, 4, 7), (64, 4, 2)),
-    MAX_ROWS: ((16, 4, 4), (32, 4, 1), (32, 4, 2), (32, 8, 2), (16, 8, 2)),
-}  # fmt: skip
+# candidates for up to MAX_ROWS rows: out_tile, warps, steps loaded before the PDL wait
+MMA_TILES = (
+    *((16, 4, 4), (32, 4, 1), (32, 4, 2), (32, 4, 4), (16, 8, 2), (16, 8, 4), (32, 8, 2), (32, 8, 4), (16, 4, 1)),
+    *((16, 4, 7), (64, 4, 2)),
+)
 # most rows -> candidates: out_tile, row_tile, in_tile, stages, warps
 TILES: dict[int, tuple[Tile, ...]] = {
     16: ((64, 16, BLOCK, 4, 4), (64, 16, BLOCK, 6, 4), (128, 16, BLOCK, 4, 4), (128, 16, BLOCK, 4, 8),
@@ -110,10 +109,7 @@ class BlockProducts:
         ]
         if in_registers:
             row_tile = mma_row_tile(rows)
-            made += [
-                KernelConfig("mma", out, row_tile, BLOCK, ahead, warps)
-                for out, warps, ahead in of_rows(rows, MMA_TILES)
-            ]
+            made += [KernelConfig("mma", out, row_tile, BLOCK, ahead, warps) for out, warps, ahead in MMA_TILES]
         if in_registers and rows <= MMA_ALONE:
             return made
         tiles = TILES
