@@ -71,8 +71,7 @@ TILES: dict[int, tuple[Tile, ...]] = {
 }  # fmt: skip
 # the same of the stream-K GEMM beside that of warp groups: for few outputs, of which that GEMM has few tiles
 TILES_BESIDE_WGMMA: dict[int, tuple[Tile, ...]] = {
-    16: ((64, 16, BLOCK, 4, 4),),
-    32: ((64, 32, BLOCK, 4, 4), (64, 32, BLOCK, 6, 4)),
+    32: (),
     64: ((64, 64, BLOCK, 4, 4),),
     128: ((64, 128, BLOCK, 3, 4),),
     256: ((128, 128, BLOCK, 3, 8),),
@@ -80,9 +79,9 @@ TILES_BESIDE_WGMMA: dict[int, tuple[Tile, ...]] = {
 # most rows -> candidates: row_tile, stages, warps
 WGMMA_TILES = {
     16: ((16, 6, 16),),
-    32: ((32, 6, 16), (32, 6, 8)),
-    64: ((64, 5, 16), (64, 5, 8)),
-    256: ((128, 4, 8), (64, 5, 16)),
+    32: ((32, 6, 16),),
+    64: ((64, 5, 8), (64, 5, 16)),
+    256: ((128, 4, 8),),
 }
 BATCH_INVARIANT = (64, 32, BLOCK, 4, 4)  # as in TILES, for any number of rows
 UNPACKED = KernelConfig("unpacked")
@@ -122,14 +121,14 @@ class BlockProducts:
         return [*made, UNPACKED] if rows > 64 else made
 
     def _of_warp_groups(self, layer: LinearShape, rows: int) -> list[KernelConfig]:
-        """With as many parts of each tile as there are multiprocessors for, and with half of them. Where each tile has
-        one program, the steps of all tiles may be divided among the multiprocessors instead."""
+        """With as many parts of each tile as there are multiprocessors for. Where that is one, the multiprocessors may
+        share the steps of all tiles instead."""
         made = []
         out_tile = linear_blocks_wgmma.OUT_TILE
         for row_tile, stages, warps in of_rows(rows, WGMMA_TILES):
             tiles = ceil_div(layer.out_features, out_tile) * ceil_div(rows, row_tile)
             most = max(min(self._processors // tiles, layer.in_features // BLOCK // FEWEST_BLOCKS), 1)
-            splits = (most, most // 2) if most > 1 else (1, 0)
+            splits = (most,) if most > 1 else (1, 0)
             made += [KernelConfig("wgmma", out_tile, row_tile, BLOCK, stages, warps, split) for split in splits]
         return made
 
