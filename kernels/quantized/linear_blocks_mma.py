@@ -6,6 +6,10 @@ codes it has loaded, in both operands alike, because a sum does not depend on th
 program take the blocks of inputs in turn and add their sums at the end, so that small matrices too keep all
 multiprocessors loading. Nothing but that last sum is in shared memory, and no step waits for another warp.
 
+Whole zeros are subtracted from codes. Other zeros are subtracted from sums in float32, times the sums of the inputs,
+which tensor cores make with a left operand of ones: that takes fewer instructions than to subtract them in float32
+from each code, and rounds nothing.
+
 A row of x is one column of the right operand: its sum has the same terms in the same order beside any other rows.
 """
 
@@ -46,10 +50,10 @@ def _load_groups(
 def _load_step(
     codes_ptr, scales_ptr, zeros_ptr, step, blocks, outs, out_start,
     C: gl.constexpr, WARPS: gl.constexpr, OUT_TILE: gl.constexpr, SUB: gl.constexpr, GROUP: gl.constexpr,
-    SCALES: gl.constexpr, E8M0: gl.constexpr, ZEROS: gl.constexpr,
+    SCALES: gl.constexpr, E8M0: gl.constexpr, ZEROS: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     """What is read of a weight for one step, in which each warp has a block of inputs: codes in pieces of SUB bytes,
-    scales as rows of the result, zeros as rows of the left operand."""
+    scales and zeros that are not whole as rows of the result, whole zeros as rows of the left operand."""
     A: gl.constexpr = gl.DotOperandLayout(0, C, SUB // 8)
     OUTS_A: gl.constexpr = gl.SliceLayout(2, A)
     warp = gl.expand_dims(gl.arange(0, WARPS, gl.SliceLayout(1, OUTS_A)), 1)
@@ -63,16 +67,20 @@ def _load_step(
         tile = gl.load(codes_ptr + place + i * SUB, mask=gl.expand_dims(known, 2), other=0)
         codes = codes + (tile,)  # type: ignore[assignment]  # noqa: RUF005
     zeros = ()
-    if ZEROS:
+    if ZEROS and WHOLE:
         zeros = _load_groups(zeros_ptr, block, out, known, outs, 0, SUB, GROUP, False)
         if GROUP % 128 != 0:
             zeros = zeros + _load_groups(zeros_ptr, block, out, known, outs, 64, SUB, GROUP, False)
+    OUTS_C: gl.constexpr = gl.SliceLayout(2, C)
+    row_block = step * WARPS + gl.expand_dims(gl.arange(0, WARPS, gl.SliceLayout(1, OUTS_C)), 1)
+    row = out_start + gl.expand_dims(gl.arange(0, OUT_TILE, gl.SliceLayout(0, OUTS_C)), 0)
+    inside = (row_block < blocks) & (row < outs)
+    if ZEROS and not WHOLE:
+        zeros = _load_groups(zeros_ptr, row_block, row, inside, outs, 0, SUB, GROUP, False)
+        if GROUP % 128 != 0:
+            zeros = zeros + _load_groups(zeros_ptr, row_block, row, inside, outs, 64, SUB, GROUP, False)
     scales = ()
     if SCALES:
-        OUTS_C: gl.constexpr = gl.SliceLayout(2, C)
-        row_block = step * WARPS + gl.expand_dims(gl.arange(0, WARPS, gl.SliceLayout(1, OUTS_C)), 1)
-        row = out_start + gl.expand_dims(gl.arange(0, OUT_TILE, gl.SliceLayout(0, OUTS_C)), 0)
-        inside = (row_block < blocks) & (row < outs)
         scales = _load_groups(scales_ptr, row_block, row, inside, outs, 0, SUB, GROUP, E8M0)
         if GROUP % 128 != 0:
             scales = scales + _load_groups(scales_ptr, row_block, row, inside, outs, 64, SUB, GROUP, E8M0)
@@ -83,14 +91,14 @@ def _load_step(
 def _load_steps(
     codes_ptr, scales_ptr, zeros_ptr, first, blocks, outs, out_start,
     COUNT: gl.constexpr, C: gl.constexpr, WARPS: gl.constexpr, OUT_TILE: gl.constexpr, SUB: gl.constexpr,
-    GROUP: gl.constexpr, SCALES: gl.constexpr, E8M0: gl.constexpr, ZEROS: gl.constexpr,
+    GROUP: gl.constexpr, SCALES: gl.constexpr, E8M0: gl.constexpr, ZEROS: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     """COUNT steps from `first` on, all of which are on their way at a time."""
     steps = ()
     for i in gl.static_range(COUNT):
         one = _load_step(
             codes_ptr, scales_ptr, zeros_ptr, first + i, blocks, outs, out_start,
-            C, WARPS, OUT_TILE, SUB, GROUP, SCALES, E8M0, ZEROS,
+            C, WARPS, OUT_TILE, SUB, GROUP, SCALES, E8M0, ZEROS, WHOLE,
         )  # fmt: skip
         steps = steps + (one,)  # type: ignore[assignment]  # noqa: RUF005
     return steps
@@ -129,6 +137,22 @@ def _halves(codes, DTYPE: gl.constexpr, ASM: gl.constexpr):
 
 
 @gluon.jit
+def _sums_of_inputs(like, x, total, WANTED: gl.constexpr):
+    """Adds the sums of inputs of each row, once for each output. like: the left operand of their products."""
+    return mma_v2(gl.full_like(like, 1.0), x, total) if WANTED else total
+
+
+@gluon.jit
+def _scaled(part, inputs, scales, zeros, NUMBER: gl.constexpr, SCALES: gl.constexpr, FROM_SUMS: gl.constexpr):
+    """Sums of the group NUMBER, less its zero times the sums of its inputs, times its scale."""
+    if FROM_SUMS:
+        part -= inputs * gl.expand_dims(zeros[NUMBER], 2)
+    if SCALES:
+        part *= gl.expand_dims(scales[NUMBER], 2)
+    return part
+
+
+@gluon.jit
 def _add_step(
     total, tiles, x_ptr, step, rows, size,
     C: gl.constexpr, WARPS: gl.constexpr, ROW_TILE: gl.constexpr, SUB: gl.constexpr, GROUP: gl.constexpr,
@@ -139,27 +163,33 @@ def _add_step(
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     PIECES: gl.constexpr = 64 // SUB
     WHOLE_BLOCK: gl.constexpr = GROUP % 128 == 0
+    FROM_SUMS: gl.constexpr = ZEROS and not WHOLE
     part = gl.zeros_like(total)
+    inputs = gl.zeros_like(total)
     for i in gl.static_range(PIECES):
         low, high = _halves(codes[i], DTYPE, ASM)
-        if ZEROS:
+        if ZEROS and WHOLE:
             low = less_zeros(low, zeros[0 if WHOLE_BLOCK else i], WHOLE)
             high = less_zeros(high, zeros[0 if WHOLE_BLOCK else PIECES + i], WHOLE)
         below = _load_x(x_ptr, step, rows, size, i * SUB, C, WARPS, ROW_TILE, SUB, EVEN)
         above = _load_x(x_ptr, step, rows, size, 64 + i * SUB, C, WARPS, ROW_TILE, SUB, EVEN)
-        if not SCALES:
-            total = mma_v2(low, below, total)
-            total = mma_v2(high, above, total)
-        elif WHOLE_BLOCK:
+        if not WHOLE_BLOCK:
+            part = mma_v2(low, below, gl.zeros_like(total))
+            inputs = _sums_of_inputs(low, below, gl.zeros_like(total), FROM_SUMS)
+            total += _scaled(part, inputs, scales, zeros, i, SCALES, FROM_SUMS)
+            part = mma_v2(high, above, gl.zeros_like(total))
+            inputs = _sums_of_inputs(high, above, gl.zeros_like(total), FROM_SUMS)
+            total += _scaled(part, inputs, scales, zeros, PIECES + i, SCALES, FROM_SUMS)
+        elif SCALES or FROM_SUMS:
             part = mma_v2(low, below, part)
             part = mma_v2(high, above, part)
+            inputs = _sums_of_inputs(low, below, inputs, FROM_SUMS)
+            inputs = _sums_of_inputs(high, above, inputs, FROM_SUMS)
         else:
-            part = mma_v2(low, below, gl.zeros_like(total))
-            total += part * gl.expand_dims(scales[i], 2)
-            part = mma_v2(high, above, gl.zeros_like(total))
-            total += part * gl.expand_dims(scales[PIECES + i], 2)
-    if SCALES and WHOLE_BLOCK:
-        total += part * gl.expand_dims(scales[0], 2)
+            total = mma_v2(low, below, total)
+            total = mma_v2(high, above, total)
+    if WHOLE_BLOCK and (SCALES or FROM_SUMS):
+        total += _scaled(part, inputs, scales, zeros, 0, SCALES, FROM_SUMS)
     return total
 
 
@@ -178,7 +208,7 @@ def _linear_blocks_mma_kernel(
     out_start = gl.program_id(0) * OUT_TILE
     tiles = _load_steps(
         codes_ptr, scales_ptr, zeros_ptr, 0, blocks, outs, out_start,
-        AHEAD, C, WARPS, OUT_TILE, SUB, GROUP, SCALES, E8M0, ZEROS,
+        AHEAD, C, WARPS, OUT_TILE, SUB, GROUP, SCALES, E8M0, ZEROS, WHOLE,
     )  # fmt: skip
     if PDL:
         gdc_wait()
@@ -191,7 +221,7 @@ def _linear_blocks_mma_kernel(
     for first in range(AHEAD, (blocks + WARPS - 1) // WARPS, AHEAD):
         tiles = _load_steps(
             codes_ptr, scales_ptr, zeros_ptr, first, blocks, outs, out_start,
-            AHEAD, C, WARPS, OUT_TILE, SUB, GROUP, SCALES, E8M0, ZEROS,
+            AHEAD, C, WARPS, OUT_TILE, SUB, GROUP, SCALES, E8M0, ZEROS, WHOLE,
         )  # fmt: skip
         for i in gl.static_range(AHEAD):
             total = _add_step(

@@ -141,7 +141,7 @@ from packed_experts import draw
 from ptx.launches import emulate_launches
 emulate_launches()
 torch.manual_seed(1)
-for form in ("nf4 g64", "int4 g64 uint8 zeros"):
+for form in ("nf4 g64", "int4 g64 uint8 zeros", "int4 g32 float zeros"):
     weights, x = to_blocks(draw(form, 1, 16, 512, "cpu")), torch.randn(3, 512, dtype=torch.bfloat16)
     got = linear_blocks_mma(x, weights, None, out_tile=16, warps=4, ahead=1, pdl=False).double()
     want = linear_blocks_reference(x, weights)
@@ -150,4 +150,4 @@ for form in ("nf4 g64", "int4 g64 uint8 zeros"):
 
 
 def test_a_table_and_zeros_as_compiled_for_an_h100(tmp_path: Path) -> None:
-    assert len(shared_bytes(EMULATED, tmp_path)) == 2
+    assert len(shared_bytes(EMULATED, tmp_path)) == 3
