@@ -6,9 +6,9 @@ codes it has loaded, in both operands alike, because a sum does not depend on th
 program take the blocks of inputs in turn and add their sums at the end, so that small matrices too keep all
 multiprocessors loading. Nothing but that last sum is in shared memory, and no step waits for another warp.
 
-Whole zeros are subtracted from codes. Other zeros are subtracted from sums in float32, times the sums of the inputs,
-which tensor cores make with a left operand of ones: that takes fewer instructions than to subtract them in float32
-from each code, and rounds nothing.
+Zeros are subtracted from sums in float32, times the sums of the inputs, which tensor cores make with a left operand of
+ones: it takes fewer instructions than to subtract them from each code, and rounds nothing. So does OFFSET, by which
+numbers made of such integers are too great.
 
 A row of x is one column of the right operand: its sum has the same terms in the same order beside any other rows.
 """
@@ -23,8 +23,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from blockyard.kernels.int_math import ceil_div
 from blockyard.kernels.programmatic_launch import pdl_options
 from blockyard.kernels.quantized.block_weights import BLOCK, BlockWeights
-from blockyard.kernels.quantized.unpack_assembly import unpack_assembly
-from blockyard.kernels.quantized.unpack_tiles import less_zeros, scale_numbers
+from blockyard.kernels.quantized.packed_weights import Codes
+from blockyard.kernels.quantized.unpack_assembly import OFFSET, unpack_assembly
+from blockyard.kernels.quantized.unpack_tiles import scale_numbers
 
 MAX_ROWS = 16
 HALF = 64  # bytes of the codes of one output in a block, and inputs of each half
@@ -50,10 +51,10 @@ def _load_groups(
 def _load_step(
     codes_ptr, scales_ptr, zeros_ptr, step, blocks, outs, out_start,
     C: gl.constexpr, WARPS: gl.constexpr, OUT_TILE: gl.constexpr, SUB: gl.constexpr, GROUP: gl.constexpr,
-    SCALES: gl.constexpr, E8M0: gl.constexpr, ZEROS: gl.constexpr, WHOLE: gl.constexpr,
+    SCALES: gl.constexpr, E8M0: gl.constexpr, ZEROS: gl.constexpr,
 ):  # fmt: skip
     """What is read of a weight for one step, in which each warp has a block of inputs: codes in pieces of SUB bytes,
-    scales and zeros that are not whole as rows of the result, whole zeros as rows of the left operand."""
+    scales and zeros as rows of the result."""
     A: gl.constexpr = gl.DotOperandLayout(0, C, SUB // 8)
     OUTS_A: gl.constexpr = gl.SliceLayout(2, A)
     warp = gl.expand_dims(gl.arange(0, WARPS, gl.SliceLayout(1, OUTS_A)), 1)
@@ -66,16 +67,12 @@ def _load_step(
     for i in gl.static_range(64 // SUB):
         tile = gl.load(codes_ptr + place + i * SUB, mask=gl.expand_dims(known, 2), other=0)
         codes = codes + (tile,)  # type: ignore[assignment]  # noqa: RUF005
-    zeros = ()
-    if ZEROS and WHOLE:
-        zeros = _load_groups(zeros_ptr, block, out, known, outs, 0, SUB, GROUP, False)
-        if GROUP % 128 != 0:
-            zeros = zeros + _load_groups(zeros_ptr, block, out, known, outs, 64, SUB, GROUP, False)
     OUTS_C: gl.constexpr = gl.SliceLayout(2, C)
     row_block = step * WARPS + gl.expand_dims(gl.arange(0, WARPS, gl.SliceLayout(1, OUTS_C)), 1)
     row = out_start + gl.expand_dims(gl.arange(0, OUT_TILE, gl.SliceLayout(0, OUTS_C)), 0)
     inside = (row_block < blocks) & (row < outs)
-    if ZEROS and not WHOLE:
+    zeros = ()
+    if ZEROS:
         zeros = _load_groups(zeros_ptr, row_block, row, inside, outs, 0, SUB, GROUP, False)
         if GROUP % 128 != 0:
             zeros = zeros + _load_groups(zeros_ptr, row_block, row, inside, outs, 64, SUB, GROUP, False)
@@ -91,14 +88,14 @@ def _load_step(
 def _load_steps(
     codes_ptr, scales_ptr, zeros_ptr, first, blocks, outs, out_start,
     COUNT: gl.constexpr, C: gl.constexpr, WARPS: gl.constexpr, OUT_TILE: gl.constexpr, SUB: gl.constexpr,
-    GROUP: gl.constexpr, SCALES: gl.constexpr, E8M0: gl.constexpr, ZEROS: gl.constexpr, WHOLE: gl.constexpr,
+    GROUP: gl.constexpr, SCALES: gl.constexpr, E8M0: gl.constexpr, ZEROS: gl.constexpr,
 ):  # fmt: skip
     """COUNT steps from `first` on, all of which are on their way at a time."""
     steps = ()
     for i in gl.static_range(COUNT):
         one = _load_step(
             codes_ptr, scales_ptr, zeros_ptr, first + i, blocks, outs, out_start,
-            C, WARPS, OUT_TILE, SUB, GROUP, SCALES, E8M0, ZEROS, WHOLE,
+            C, WARPS, OUT_TILE, SUB, GROUP, SCALES, E8M0, ZEROS,
         )  # fmt: skip
         steps = steps + (one,)  # type: ignore[assignment]  # noqa: RUF005
     return steps
@@ -143,10 +140,12 @@ def _sums_of_inputs(like, x, total, WANTED: gl.constexpr):
 
 
 @gluon.jit
-def _scaled(part, inputs, scales, zeros, NUMBER: gl.constexpr, SCALES: gl.constexpr, FROM_SUMS: gl.constexpr):
-    """Sums of the group NUMBER, less its zero times the sums of its inputs, times its scale."""
-    if FROM_SUMS:
-        part -= inputs * gl.expand_dims(zeros[NUMBER], 2)
+def _scaled(
+    part, inputs, scales, zeros, NUMBER: gl.constexpr, SCALES: gl.constexpr, ZEROS: gl.constexpr, OFFSET: gl.constexpr
+):
+    """Sums of the group NUMBER, less its zero and OFFSET times the sums of its inputs, times its scale."""
+    if ZEROS:
+        part -= inputs * gl.expand_dims(zeros[NUMBER] + OFFSET, 2)
     if SCALES:
         part *= gl.expand_dims(scales[NUMBER], 2)
     return part
@@ -156,40 +155,36 @@ def _scaled(part, inputs, scales, zeros, NUMBER: gl.constexpr, SCALES: gl.conste
 def _add_step(
     total, tiles, x_ptr, step, rows, size,
     C: gl.constexpr, WARPS: gl.constexpr, ROW_TILE: gl.constexpr, SUB: gl.constexpr, GROUP: gl.constexpr,
-    SCALES: gl.constexpr, ZEROS: gl.constexpr, WHOLE: gl.constexpr, EVEN: gl.constexpr, ASM: gl.constexpr,
+    SCALES: gl.constexpr, ZEROS: gl.constexpr, OFFSET: gl.constexpr, EVEN: gl.constexpr, ASM: gl.constexpr,
 ):  # fmt: skip
     """Adds one step's products to total [WARPS, OUT_TILE, ROW_TILE] in float32."""
     codes, scales, zeros = tiles
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     PIECES: gl.constexpr = 64 // SUB
     WHOLE_BLOCK: gl.constexpr = GROUP % 128 == 0
-    FROM_SUMS: gl.constexpr = ZEROS and not WHOLE
     part = gl.zeros_like(total)
     inputs = gl.zeros_like(total)
     for i in gl.static_range(PIECES):
         low, high = _halves(codes[i], DTYPE, ASM)
-        if ZEROS and WHOLE:
-            low = less_zeros(low, zeros[0 if WHOLE_BLOCK else i], WHOLE)
-            high = less_zeros(high, zeros[0 if WHOLE_BLOCK else PIECES + i], WHOLE)
         below = _load_x(x_ptr, step, rows, size, i * SUB, C, WARPS, ROW_TILE, SUB, EVEN)
         above = _load_x(x_ptr, step, rows, size, 64 + i * SUB, C, WARPS, ROW_TILE, SUB, EVEN)
         if not WHOLE_BLOCK:
             part = mma_v2(low, below, gl.zeros_like(total))
-            inputs = _sums_of_inputs(low, below, gl.zeros_like(total), FROM_SUMS)
-            total += _scaled(part, inputs, scales, zeros, i, SCALES, FROM_SUMS)
+            inputs = _sums_of_inputs(low, below, gl.zeros_like(total), ZEROS)
+            total += _scaled(part, inputs, scales, zeros, i, SCALES, ZEROS, OFFSET)
             part = mma_v2(high, above, gl.zeros_like(total))
-            inputs = _sums_of_inputs(high, above, gl.zeros_like(total), FROM_SUMS)
-            total += _scaled(part, inputs, scales, zeros, PIECES + i, SCALES, FROM_SUMS)
-        elif SCALES or FROM_SUMS:
+            inputs = _sums_of_inputs(high, above, gl.zeros_like(total), ZEROS)
+            total += _scaled(part, inputs, scales, zeros, PIECES + i, SCALES, ZEROS, OFFSET)
+        elif SCALES or ZEROS:
             part = mma_v2(low, below, part)
             part = mma_v2(high, above, part)
-            inputs = _sums_of_inputs(low, below, inputs, FROM_SUMS)
-            inputs = _sums_of_inputs(high, above, inputs, FROM_SUMS)
+            inputs = _sums_of_inputs(low, below, inputs, ZEROS)
+            inputs = _sums_of_inputs(high, above, inputs, ZEROS)
         else:
             total = mma_v2(low, below, total)
             total = mma_v2(high, above, total)
-    if WHOLE_BLOCK and (SCALES or FROM_SUMS):
-        total += _scaled(part, inputs, scales, zeros, 0, SCALES, FROM_SUMS)
+    if WHOLE_BLOCK and (SCALES or ZEROS):
+        total += _scaled(part, inputs, scales, zeros, 0, SCALES, ZEROS, OFFSET)
     return total
 
 
@@ -197,7 +192,7 @@ def _add_step(
 def _linear_blocks_mma_kernel(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, bias_ptr, out_ptr, rows, outs, size, blocks,
     OUT_TILE: gl.constexpr, ROW_TILE: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr, SUB: gl.constexpr,
-    GROUP: gl.constexpr, SCALES: gl.constexpr, E8M0: gl.constexpr, ZEROS: gl.constexpr, WHOLE: gl.constexpr,
+    GROUP: gl.constexpr, SCALES: gl.constexpr, E8M0: gl.constexpr, ZEROS: gl.constexpr, OFFSET: gl.constexpr,
     ROW_SCALES: gl.constexpr, EVEN: gl.constexpr, ASM: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     # program i: outputs i * OUT_TILE ... of all rows; AHEAD steps of weights are loaded before the wait, and as many at
@@ -208,7 +203,7 @@ def _linear_blocks_mma_kernel(
     out_start = gl.program_id(0) * OUT_TILE
     tiles = _load_steps(
         codes_ptr, scales_ptr, zeros_ptr, 0, blocks, outs, out_start,
-        AHEAD, C, WARPS, OUT_TILE, SUB, GROUP, SCALES, E8M0, ZEROS, WHOLE,
+        AHEAD, C, WARPS, OUT_TILE, SUB, GROUP, SCALES, E8M0, ZEROS,
     )  # fmt: skip
     if PDL:
         gdc_wait()
@@ -216,17 +211,17 @@ def _linear_blocks_mma_kernel(
     for i in gl.static_range(AHEAD):
         total = _add_step(
             total, tiles[i], x_ptr, i, rows, size,
-            C, WARPS, ROW_TILE, SUB, GROUP, SCALES, ZEROS, WHOLE, EVEN, ASM,
+            C, WARPS, ROW_TILE, SUB, GROUP, SCALES, ZEROS, OFFSET, EVEN, ASM,
         )  # fmt: skip
     for first in range(AHEAD, (blocks + WARPS - 1) // WARPS, AHEAD):
         tiles = _load_steps(
             codes_ptr, scales_ptr, zeros_ptr, first, blocks, outs, out_start,
-            AHEAD, C, WARPS, OUT_TILE, SUB, GROUP, SCALES, E8M0, ZEROS, WHOLE,
+            AHEAD, C, WARPS, OUT_TILE, SUB, GROUP, SCALES, E8M0, ZEROS,
         )  # fmt: skip
         for i in gl.static_range(AHEAD):
             total = _add_step(
                 total, tiles[i], x_ptr, first + i, rows, size,
-                C, WARPS, ROW_TILE, SUB, GROUP, SCALES, ZEROS, WHOLE, EVEN, ASM,
+                C, WARPS, ROW_TILE, SUB, GROUP, SCALES, ZEROS, OFFSET, EVEN, ASM,
             )  # fmt: skip
     y = gl.sum(total, 0)  # in the layout of a slice of C
     S: gl.constexpr = gl.SliceLayout(0, C)
@@ -274,14 +269,15 @@ def linear_blocks_mma(
     if out.numel() == 0:
         return out
     codes, scales, zeros, row_scales = weights.codes, weights.scales, weights.zeros, weights.row_scales
+    offset = OFFSET[x.dtype] if zeros is not None and weights.kind is Codes.INT4 else 0
     _linear_blocks_mma_kernel[(ceil_div(outs, out_tile),)](
         x, codes, codes if scales is None else scales, codes if zeros is None else zeros,
         codes if row_scales is None else row_scales, codes if bias is None else bias, out, rows, outs, size,
         len(codes), OUT_TILE=out_tile, ROW_TILE=mma_row_tile(rows), WARPS=warps, AHEAD=ahead,
         SUB=weights.group if 0 < weights.group < HALF else HALF, GROUP=weights.group, SCALES=scales is not None,
-        E8M0=weights.is_e8m0, ZEROS=zeros is not None, WHOLE=zeros is not None and not zeros.is_floating_point(),
-        ROW_SCALES=row_scales is not None, EVEN=is_even(size, warps, ahead),
-        ASM=unpack_assembly(weights.kind, x.dtype, zeros is None, weights.table), BIAS=bias is not None, PDL=pdl,
-        num_warps=warps, **pdl_options(pdl),
+        E8M0=weights.is_e8m0, ZEROS=zeros is not None, OFFSET=offset, ROW_SCALES=row_scales is not None,
+        EVEN=is_even(size, warps, ahead),
+        ASM=unpack_assembly(weights.kind, x.dtype, zeros is None, weights.table, has_offset=offset > 0),
+        BIAS=bias is not None, PDL=pdl, num_warps=warps, **pdl_options(pdl),
     )  # fmt: skip
     return out
