@@ -87,7 +87,10 @@ def _floats(dtype: torch.dtype, of_words: bool, small: bool) -> str:
 
 def _from_table(bits: list[int], of_words: bool) -> str:
     words = [[bits[i + j] >> 8 * byte & 255 for j in range(4)] for byte in (0, 1) for i in (0, 4, 8, 12)]
-    made = [f"mov.b32 t{i}, 0x{int.from_bytes(word, 'little'):08X};" for i, word in enumerate(words)]
+    # no grid has a third axis: of 0 the compiler does not know, so that it keeps the sums in registers, where constants
+    # would be moved there anew each time
+    made = ["mov.u32 z, %ctaid.z;"]
+    made += [f"add.u32 t{i}, z, 0x{int.from_bytes(word, 'little'):08X};" for i, word in enumerate(words)]
     # two bytes at a time, whose four codes are those of a lower and of an upper output
     made.append("prmt.b32 x, $4, 0, 0x3120;" if of_words else "mov.b32 x, $4;")
     # an index has three bits; a mask of the fourth ones chooses between the halves of the table
@@ -98,4 +101,4 @@ def _from_table(bits: list[int], of_words: bool) -> str:
             made.append(f"prmt.b32 {half}, t{first}, t{first + 1}, d; prmt.b32 e, t{first + 2}, t{first + 3}, d;")
             made.append(f"lop3.b32 {half}, m, e, {half}, 0xCA;")
         made.append(f"prmt.b32 {low}, a, b, 0x6240; prmt.b32 {high}, a, b, 0x7351;")
-    return f"{{ .reg .b32 a, b, c, d, e, m, x, t0, t1, t2, t3, t4, t5, t6, t7; {' '.join(made)} }}"
+    return f"{{ .reg .b32 a, b, c, d, e, m, x, z, t0, t1, t2, t3, t4, t5, t6, t7; {' '.join(made)} }}"
