@@ -142,8 +142,9 @@ def is_left_out(name: str) -> bool:
 
 
 def is_left_out_at_load(name: str) -> bool:
-    """The same of methods that quantize a 16-bit checkpoint while it loads: also the output layers of classifiers,
-    which transformers and vLLM leave alone."""
+    """The same of methods that quantize a 16-bit checkpoint while it loads: also the output layers of classifiers.
+
+    transformers leaves the last layer of a model alone, and vLLM all layers behind an encoder."""
     return is_left_out(name) or bare(name).partition(".")[0] in _OUTPUTS
 
 

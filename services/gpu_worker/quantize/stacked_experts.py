@@ -2,7 +2,8 @@
 
 A checkpoint has the experts of a layer as `experts.gate_up_proj` and `experts.down_proj`, with a leading dimension of
 experts. The quantized one has `experts.0.gate_proj.weight`, `up_proj` and `down_proj`, [outputs, inputs], and so on, as
-llm-compressor writes them: it makes linear layers of experts before it quantizes them.
+llm-compressor writes them: it makes linear layers of experts before it quantizes them. Those of gpt-oss are
+`experts.experts.0` and so on there.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,14 +17,15 @@ from blockyard.services.gpu_worker.quantization.names import NamePatterns
 
 GATE_UP, DOWN, BIAS = "gate_up_proj", "down_proj", "_bias"
 PARTS = {GATE_UP: ("gate_proj", "up_proj"), DOWN: (DOWN,)}
-IN_PAIRS = frozenset({"gpt_oss"})  # values of model_type: an output of gate and one of up in turn
+GPT_OSS = "gpt_oss"  # model_type; stacks have an output of gate and one of up in turn
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertStack:
     """One stored tensor of all experts of a layer."""
 
-    prefix: str  # "model.layers.0.mlp.experts"
+    name: str  # of its matrices' stack: "model.layers.0.mlp.experts.down_proj"
+    prefix: str  # of the names of experts: "model.layers.0.mlp.experts"
     parts: tuple[str, ...]  # last parts of the names of its matrices
     is_bias: bool
     is_transposed: bool  # matrices are [inputs, outputs]
@@ -55,7 +57,7 @@ def find_stacks(
 
     shapes: of all tensors of the checkpoint. config: of the text model.
     """
-    found, is_in_pairs = dict[str, ExpertStack](), config.get("model_type") in IN_PAIRS
+    found, is_gpt_oss = dict[str, ExpertStack](), config.get("model_type") == GPT_OSS
     for name, shape in shapes.items():
         prefix, _, last = name.rpartition(".")
         down = shapes.get(f"{prefix}.{DOWN}", ())
@@ -64,12 +66,14 @@ def find_stacks(
         if all([patterns.match(f"{prefix}.{key}") for key in PARTS]):
             continue
         is_transposed = shape[2] == 2 * down[1]  # and not outputs first, [2 * inner, hidden] and [hidden, inner]
+        own = f"{prefix}.experts" if is_gpt_oss else prefix
         for key, parts in PARTS.items():
-            for stored in (f"{prefix}.{key}", f"{prefix}.{key}{BIAS}"):
+            base, in_pairs = f"{prefix}.{key}", is_gpt_oss and len(parts) > 1
+            for stored in (base, f"{base}{BIAS}"):
                 if stored in shapes:
-                    is_bias, in_pairs = stored.endswith(BIAS), is_in_pairs and len(parts) > 1
+                    is_bias = stored.endswith(BIAS)
                     found[stored] = ExpertStack(
-                        prefix, parts, is_bias, is_transposed and not is_bias, in_pairs, tuple(shapes[stored])
+                        base, own, parts, is_bias, is_transposed and not is_bias, in_pairs, tuple(shapes[stored])
                     )
     return found
 
@@ -78,6 +82,6 @@ def are_left_out(stacks: Collection[ExpertStack], patterns: NamePatterns) -> set
     """Names of matrices of these stacks that the patterns mean, by their own names or that of the stack."""
     made = set[str]()
     for stack in stacks:
-        whole = patterns.match(f"{stack.prefix}.{GATE_UP if len(stack.parts) > 1 else DOWN}")
+        whole = patterns.match(stack.name)
         made.update(base for base in stack.bases() if patterns.match(base) or whole)
     return made

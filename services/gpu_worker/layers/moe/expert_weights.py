@@ -122,11 +122,12 @@ def stacked_experts(
 
     suffixes: of names. transposed: the checkpoint has them as [experts, hidden, 2 * inner] and
     [experts, inner, hidden]. in_pairs: it has an output of gate and one of up in turn. Quantized checkpoints may have
-    them one by one instead: llm-compressor makes linear layers of experts.
+    them one by one instead: llm-compressor makes linear layers of experts, of gpt-oss in a list `experts.experts`.
     """
     prefix = gate_up_name.rpartition(".")[0]
-    if layers.table.headers.has_part(f"{prefix}.0"):
-        return separate_experts(layers, prefix, num_experts, hidden, inner, bias=bias)
+    for own in (prefix, f"{prefix}.experts"):
+        if layers.table.headers.has_part(f"{own}.0"):
+            return separate_experts(layers, own, num_experts, hidden, inner, bias=bias)
     both = MatrixPart(name=gate_up_name, rows=(Rows(inner, inner),) * 2, interleaved=in_pairs)
     matrices = (
         make_spec([both], hidden, split=Split.OUTPUTS, transposed=transposed, bias=bias),

@@ -120,7 +120,7 @@ def restacked(model: str, before: dict[str, Tensor], numbers: dict[str, Tensor])
             continue
         experts = []
         for i in range(len(stack)):
-            own = [numbers.pop(f"{prefix}.{i}.{one}.{kind}") for one in parts]
+            own = [numbers.pop(f"{prefix}{'.experts' * (model == 'gpt-oss')}.{i}.{one}.{kind}") for one in parts]
             experts.append(torch.stack(own, 1).flatten(0, 1) if model == "gpt-oss" else torch.cat(own))
         whole = torch.stack(experts)
         made[name] = whole.mT if kind == "weight" and model != "gemma4-moe" else whole
@@ -166,9 +166,9 @@ def test_stacks_that_stay(tmp_path: Path) -> None:
     assert not [line for line in lines if "quantization_config names" in line]
     quantize(of_source, tmp_path / "half", Rounding("int8", ignore=["re:.*experts.down_proj", "experts.3.up_proj"]))
     names = tensors_of(tmp_path / "half")
-    assert names["model.layers.0.mlp.experts.2.down_proj.weight"].dtype == torch.float32
-    assert names["model.layers.0.mlp.experts.3.up_proj.weight"].dtype == torch.float32
-    assert names["model.layers.0.mlp.experts.3.gate_proj.weight"].dtype == torch.int8
+    assert names["model.layers.0.mlp.experts.experts.2.down_proj.weight"].dtype == torch.float32
+    assert names["model.layers.0.mlp.experts.experts.3.up_proj.weight"].dtype == torch.float32
+    assert names["model.layers.0.mlp.experts.experts.3.gate_proj.weight"].dtype == torch.int8
     BY_NAME["granite-moe"].save(tmp_path / "granite")
     written = quantize(tmp_path / "granite", tmp_path / "other", Rounding("int8"))
     assert table(written).splitlines()[-1] == (
