@@ -29,7 +29,7 @@ BALANCE_OUTPUT = 16  # tokens of a stream
 BALANCE_RUNS = 16  # of the prompts of several streams: four intervals or more
 COUNTED_S = 5.0  # until the first counters of a worker are shown
 STAGES = 2  # of the pipeline whose idle time is computed
-# Share of a stream's tokens that may be in one event with others (vLLM sent 246 events for 256 tokens): gaps are medians.
+# Share of a stream's tokens that may be in one event with others, as vLLM sent 246 for 256: gaps are medians.
 MERGED = 0.1
 
 
