@@ -69,8 +69,9 @@ def worker_pooling_fields(values: Values, model: Checkpoint) -> dict[str, Any]:
 
 def pair_template(values: Values, model: Checkpoint) -> str | None:
     """Returns the template that renders pairs of texts for a reranker. Raises ConfigError."""
-    folder = model.tokenizer_path if model.tokenizer_path.is_dir() else model.path
-    return choose_pair_template(task_of(values, model), settled_config(values, model), folder, chat_template(values))
+    of_tokenizer = model.tokenizer_path if model.tokenizer_path.is_dir() else model.path
+    config, given = settled_config(values, model), chat_template(values)
+    return choose_pair_template(task_of(values, model), config, model.path, of_tokenizer, given)
 
 
 def message_settings(values: Values, model: Checkpoint) -> MessageSettings:
