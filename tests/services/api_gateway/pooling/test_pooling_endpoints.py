@@ -197,6 +197,19 @@ async def test_rerank_by_vectors_limits_query_and_documents_apart(pooling_rig) -
     assert [(call.inputs, call.max_first_tokens) for call in fake.calls] == [(["abc"], 5), (["xyz", "abc"], 9)]
 
 
+@pytest.mark.parametrize(("max_len", "limit"), [(64, None), (8192, 4096)])
+async def test_long_documents_for_cohere_are_cut(pooling_rig, max_len: int, limit: int | None) -> None:
+    """To `max_tokens_per_doc`, of which Cohere documents the default, and to the model's length."""
+    async with pooling_rig(msgspec.structs.replace(SCORE, max_len=max_len)) as (r, fake):
+        asked = {"query": "a", "documents": ["c", "x " * max_len]}
+        status, answer = await r.post("/v2/rerank", asked)
+        assert status == 200 and len(answer["results"]) == 2, answer
+        await r.post("/v2/rerank", asked | {"max_tokens_per_doc": 7, "truncate_prompt_tokens": 20})
+        refused, error = await r.post("/v1/rerank", asked)
+    assert [(call.truncate_prompt_tokens, call.max_second_tokens) for call in fake.calls[:2]] == [(-1, limit), (20, 7)]
+    assert refused == 400 and error["error"]["param"] == "documents[1]"
+
+
 async def test_classes(pooling_rig) -> None:
     async with pooling_rig(CLASSIFY) as (r, fake):
         _, answer = await r.post("/classify", {"input": ["good film", "bad"]})
