@@ -66,6 +66,12 @@ class SentenceModules(msgspec.Struct, frozen=True, kw_only=True):
     logit_score: LogitScoreModule | None = None
     transformer_folder: str = ""  # with config.json and the weights, inside the model's
 
+    @property
+    def joins_dense(self) -> bool:
+        """Whether dense layers read the vectors of several modes, joined."""
+        has_dense = any(isinstance(one, DenseModule) for one in self.behind)
+        return has_dense and self.pooling is not None and len(self.pooling.modes) > 1
+
 
 class _ModuleEntry(msgspec.Struct, frozen=True):
     type: str

@@ -29,7 +29,7 @@ def test_reads_pooling_that_the_package_saves(modes: Sequence[PoolingMode], tmp_
     assert found.pooling.modes == tuple(modes)
     assert found.pooling.width == WIDTH
     assert not found.pooling.include_prompt
-    assert width_behind(found) == WIDTH * len(modes)
+    assert width_behind(found) == WIDTH * len(modes) and not found.joins_dense
 
 
 def test_reads_modules_behind_the_pooling(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_reads_modules_behind_the_pooling(tmp_path: Path) -> None:
     assert isinstance(second, DenseModule)
     assert (second.activation, second.bias, second.out_features) == ("GELU", False, 8)
     assert isinstance(last, NormalizeModule)
-    assert width_behind(found) == 8
+    assert width_behind(found) == 8 and found.joins_dense
 
 
 def _write(folder: Path, modules: Sequence[tuple[str, dict[str, Any] | None]]) -> None:
