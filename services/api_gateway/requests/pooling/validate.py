@@ -69,7 +69,7 @@ def parse_classification(request: ClassificationRequest, card: ModelCard, name: 
 def parse_pooling(request: PoolingRequestFields, card: ModelCard, name: str) -> PoolingRequest:
     """Raises RequestError."""
     pooling = params_check.pooling_card(card)
-    request_checks.read_task(request.task, card)
+    pooling_type = request_checks.read_task(request.task, card, pooling_type=request.pooling_type)
     if pooling.task is PoolingTask.EMBED:
         dimensions = request_checks.read_dimensions(request.dimensions, card)
         params = request_checks.vector_params(PoolingTask.ENCODE, dimensions, request.normalize, request.use_activation)
@@ -80,7 +80,7 @@ def parse_pooling(request: PoolingRequestFields, card: ModelCard, name: str) -> 
         params = request_checks.score_params(
             PoolingTask.ENCODE, request.use_activation, request.activation, request.softmax
         )
-    params = request_checks.with_pooling(params, request.pooling_type, request.step_tag_id, request.returned_token_ids)
+    params = request_checks.with_pooling(params, pooling_type, request.step_tag_id, request.returned_token_ids)
     params_check.check_params(params, card)
     return _text_request(request, card, "pool-", name, params, _format(request.encoding_format))
 

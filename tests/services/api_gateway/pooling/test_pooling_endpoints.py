@@ -101,6 +101,19 @@ async def test_a_request_pools_in_its_own_way(pooling_rig) -> None:
     assert (status, params.pooling_type, params.step_tag_id, params.returned_token_ids) == (200, "step", 5, [1, 0])
 
 
+async def test_vectors_of_tokens_by_the_name_of_the_task(pooling_rig) -> None:
+    asked = {"input": "abc", "task": "token_embed"}
+    async with pooling_rig(EMBED) as (r, fake):
+        for more in ({}, {"pooling_type": "all"}):
+            assert (await r.post("/pooling", asked | more))[0] == 200
+        refused, error = await r.post("/pooling", asked | {"pooling_type": "cls"})
+    assert [call.params.pooling_type for call in fake.calls] == ["ALL", "ALL"]
+    assert refused == 400 and error["error"]["param"] == "pooling_type"
+    async with pooling_rig(msgspec.structs.replace(EMBED, of_tokens=True, pooling="ALL")) as (r, fake):
+        assert (await r.post("/pooling", asked))[0] == 200
+    assert fake.calls[0].params.pooling_type is None
+
+
 async def test_cohere_embeddings(pooling_rig) -> None:
     card = msgspec.structs.replace(EMBED, prompts=PROMPTS)
     asked: dict[str, Any] = {"model": "tiny", "texts": ["abc", "d"], "input_type": "search_query"}
