@@ -93,6 +93,25 @@ def test_a_folder_whose_chat_template_writes_texts(tmp_path: Path) -> None:
         pass
 
 
+def test_a_transformer_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    """As older releases of sentence-transformers write it. The other modules, prompts and settings lie around it."""
+    torch.manual_seed(7)
+    folder = tmp_path / "m"
+    save_sentence_folder(folder, Pooling(32, "mean"), Dense(32, 20), Normalize(), prompts={"query": "ca da "})
+    inside = folder / "0_Transformer"
+    inside.mkdir()
+    for path in [path for path in folder.iterdir() if path.is_file()]:
+        if path.name not in ("modules.json", "config_sentence_transformers.json"):
+            path.rename(inside / path.name)
+    entries = json.loads((folder / "modules.json").read_text())
+    entries[0]["path"] = inside.name
+    (folder / "modules.json").write_text(json.dumps(entries))
+    theirs = SentenceTransformer(str(folder), device="cpu")
+    with pooling_ring(folder, log=tmp_path / "log") as ring:
+        got = ring.vectors(TEXTS, prompt_name="query")
+    np.testing.assert_allclose(got, theirs.encode(TEXTS, prompt_name="query"), atol=1e-5)
+
+
 def test_the_default_prompt_of_a_cross_encoder(tmp_path: Path) -> None:
     """It goes before the first text of a pair."""
     torch.manual_seed(5)

@@ -19,7 +19,8 @@ def _folder(folder: Path, template: str | None, length_file: dict[str, Any] | No
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
     if length_file is not None:
-        modules = [{"type": "x.Transformer"}, {"type": "x.LogitScore", "path": "1_LogitScore"}]
+        kinds = {"": "Transformer", "1_LogitScore": "LogitScore"}
+        modules = [{"path": path, "type": f"sentence_transformers.{kind}"} for path, kind in kinds.items()]
         (folder / "modules.json").write_text(json.dumps(modules))
         (folder / "1_LogitScore").mkdir()
         (folder / "1_LogitScore" / "config.json").write_text('{"true_token_id": 3}')

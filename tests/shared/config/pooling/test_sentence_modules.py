@@ -112,6 +112,14 @@ def test_refuses_by_name(modules: Sequence[Any], words: str, tmp_path: Path) -> 
     assert str(tmp_path) in str(error.value)
 
 
+def test_refuses_code_of_others(tmp_path: Path) -> None:
+    """sentence-transformers imports it with trust_remote_code alone."""
+    entries = [{"type": "custom_st.Transformer"}, {"type": "sentence_transformers.models.Normalize"}]
+    (tmp_path / "modules.json").write_text(json.dumps(entries))
+    with pytest.raises(ConfigError, match=r"module custom_st\.Transformer is code of another package"):
+        read_modules(tmp_path)
+
+
 def test_the_order_is_that_of_the_file(tmp_path: Path) -> None:
     """sentence-transformers reads no `idx`, and keeps one module of a name: two are refused."""
     theirs = save_sentence_folder(tmp_path, Pooling(WIDTH), Normalize(), Dense(WIDTH, 8))
