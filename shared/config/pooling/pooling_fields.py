@@ -91,13 +91,17 @@ def message_settings(values: Values, model: Checkpoint) -> MessageSettings:
 
 
 def pooling_notes(values: Values, model: Checkpoint) -> list[str]:
-    """Returns one line that names the flags without an effect on a pooling model."""
+    """Returns lines about a pooling model: how texts are written if not as they are, and flags without an effect."""
     task = task_of(values, model)
     if task == GENERATE:
         return []
     names = (*_OF_DECODING, *_OF_KV) if is_encoder(values, model) else _OF_DECODING
     given = [values.where(name) for name in names if values.is_given(name)]
-    return [f"{', '.join(given)}: no effect with the task {task}"] if given else []
+    written = message_settings(values, model).writes_texts
+    return [
+        *(["texts: written as messages by the chat template (sentence_bert_config.json)"] if written else []),
+        *([f"{', '.join(given)}: no effect with the task {task}"] if given else []),
+    ]
 
 
 def is_encoder(values: Values, model: Checkpoint) -> bool:

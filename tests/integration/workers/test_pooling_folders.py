@@ -88,6 +88,7 @@ def test_a_folder_whose_chat_template_writes_texts(tmp_path: Path) -> None:
         for name in (None, "query"):
             got = ring.vectors(TEXTS, prompt_name=name)
             np.testing.assert_allclose(got, theirs.encode(TEXTS, prompt_name=name), atol=1e-5)
+    assert "texts: written as messages by the chat template" in (tmp_path / "log").read_text()
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(ConfigError, match="there is none; --chat-template"), pooling_ring(folder, log=tmp_path / "log"):
         pass

@@ -89,6 +89,19 @@ async def test_messages_with_special_tokens_are_cut_as_a_text(pooling_rig) -> No
     assert [call.prompt_name for call in fake.calls] == ["", ""]
 
 
+async def test_messages_where_the_chat_template_writes_texts(pooling_rig) -> None:
+    """They are written once: what the template made goes to the ring as ids, which it would not write again."""
+    card = msgspec.structs.replace(EMBED, writes_messages=True, prompts=PROMPTS, default_prompt_name="query")
+    messages = [{"role": "user", "content": "hi"}]
+    async with pooling_rig(card) as (r, fake):
+        for more in ({}, {"truncate_prompt_tokens": 9}, {"truncate_prompt_tokens": -1, "add_special_tokens": True}):
+            status, answer = await r.post("/v1/embeddings", {"messages": messages} | more)
+            assert status == 200, answer
+        assert (await r.post("/pooling", {"messages": messages}))[0] == 200
+    assert all(isinstance(call.inputs[0], bytes) and call.prompt_name == "" for call in fake.calls)
+    assert len(fake.calls) == 4 and len({call.inputs[0] for call in fake.calls}) == 1
+
+
 async def test_a_request_pools_in_its_own_way(pooling_rig) -> None:
     asked = {"input": "abc", "pooling_type": "step", "step_tag_id": 5, "returned_token_ids": [1, 0]}
     async with pooling_rig(REWARD) as (r, fake):
