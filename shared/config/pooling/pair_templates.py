@@ -8,7 +8,7 @@ from blockyard.shared.chat_template_files import chat_templates
 from blockyard.shared.config.pooling.sentence_modules import read_modules
 from blockyard.shared.config.pooling.sentence_settings import read_settings
 
-_NAMES = ("query", "document")  # what such a template shows
+_NAMES = ("query", "document")  # by which a template is one of pairs
 
 # of the model card of Qwen3-Reranker; jinja drops the last line break
 QWEN3_RERANKER = """\
@@ -35,19 +35,21 @@ def choose_pair_template(
 
     config: config.json with --hf-overrides. given: the text of --chat-template, which goes before that of the
     tokenizer's folder. As in sentence-transformers the latter counts in a folder with modules.json only if the
-    Transformer has messages. Raises ConfigError or LoadError for files that are wrong.
+    Transformer has messages, and then whatever it shows. Raises ConfigError or LoadError for files that are wrong.
     """
     if task != "score":
         return None
     if given is not None:
         return given
-    if tokenizer_folder.is_dir() and _reads_template(folder):
-        found = chat_templates(tokenizer_folder).values()
-        if (own := next((text for text in found if all(name in text for name in _NAMES)), None)) is not None:
-            return own
+    if (own := _of_folder(folder, tokenizer_folder)) is not None:
+        return own
     return QWEN3_RERANKER if config.get("is_original_qwen3_reranker") else None
 
 
-def _reads_template(folder: Path) -> bool:
+def _of_folder(folder: Path, tokenizer_folder: Path) -> str | None:
+    templates = chat_templates(tokenizer_folder) if tokenizer_folder.is_dir() else {}
     modules = read_modules(folder)
-    return modules is None or read_settings(folder, modules.transformer_folder).messages.writes_texts
+    if modules is None:
+        return next((text for text in templates.values() if all(name in text for name in _NAMES)), None)
+    has_messages = read_settings(folder, modules.transformer_folder).messages.writes_texts
+    return templates.get("default") if has_messages else None

@@ -145,6 +145,11 @@ def test_a_template_of_pairs() -> None:
         encode(TEXTS, instruction="ea")
     with pytest.raises(ConfigError, match="line 1"):
         PairTemplate("{{ query")
+    of_chats = "{% for one in messages if one.role in ('user', 'system') %}{{ one.content }}{% endfor %}"
+    for source, name in ((of_chats, "query"), ("{{ query }}", "document")):
+        with pytest.raises(ConfigError, match=f"does not show the {name}"):
+            PairTemplate(source)
+    PairTemplate("{% if not instruction %}{{ raise_exception('no instruction') }}{% endif %}{{ query }} {{ document }}")
 
 
 @pytest.mark.parametrize(("left", "kept"), [(False, slice(4)), (True, slice(-4, None))])

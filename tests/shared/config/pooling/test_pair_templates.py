@@ -35,7 +35,8 @@ def _folder(folder: Path, template: str | None, length_file: dict[str, Any] | No
         (TEMPLATE, TEXTS, {}, None),
         (TEMPLATE, {}, {}, None),  # of a release without the field
         (TEMPLATE, MESSAGES, {}, TEMPLATE),
-        ("{{ messages }}", MESSAGES, {}, None),
+        ("{{ messages }}", MESSAGES, {}, "{{ messages }}"),
+        ("{{ messages }}", None, {}, None),
         (TEMPLATE, None, {}, TEMPLATE),
         (None, None, {"classifier_from_token": ["no", "yes"]}, None),
         (None, None, {"classifier_from_token": ["no", "yes"], "is_original_qwen3_reranker": True}, QWEN3_RERANKER),
