@@ -45,6 +45,7 @@ def test_errors_are_one_line(tmp_path: Path) -> None:
         (["demo", "out", "--to", "int8", "--asymmetric"], "--asymmetric is for --to w4"),
         (["demo", "out", "--to", "w4", "--group", "0"], "--group 0: groups have at least 1"),
         (["demo", "out", "--to", "w4", "--text", "/no/such"], "--text /no/such: No such file"),
+        (["demo", "out", "--to", "w4", "--ignore", "re:("], r"^--ignore 're:\(' is not a regular expression: missing"),
         (["/no/such", "out", "--to", "w4"], "model /no/such: no such folder"),
     ],
 )
