@@ -1,7 +1,7 @@
 """The tensors of an adapter, module by module: every tensor of the file is one of them, or named in an error."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -165,6 +165,16 @@ def _check_idle(config: AdapterConfig, modules: list[ModuleTensors]) -> None:
     for field, found in idle.items():
         if found:
             raise AdapterError(f"{field} {listed(found)}: the adapter has no tensors for them")
+
+
+def pattern_names(tensors: Iterable[str]) -> set[str]:
+    """The names of modules and parameters that patterns of the config are matched with, of tensors by their names."""
+    names = set[str]()
+    for module in {_split(name)[0] for name in tensors}:
+        stack = module.removesuffix(STACK_SUFFIX)
+        parameters = [f"{stack}.{name}" for name in STACKED] if last_name(stack) == EXPERTS else []
+        names.update((module, f"{module}.weight", *parameters))
+    return names
 
 
 def is_finite(value: Tensor) -> bool:
