@@ -31,8 +31,8 @@ from blockyard.services.gpu_worker.lora.reader_client import (
     NotRead,
     ReaderProcess,
 )
-from blockyard.services.gpu_worker.lora.reader_frames import ArrivingModules, ModulesRead
-from blockyard.services.gpu_worker.lora.reader_process import MODULES_A_FRAME
+from blockyard.services.gpu_worker.lora.reader_frames import ArrivingModules, FolderRead, ModulesRead, ReadFolder
+from blockyard.services.gpu_worker.lora.reader_process import MODULES_A_FRAME, answer
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.config.services.lora import LoraConfig
 from blockyard.shared.messages import AdapterPlaced
@@ -133,6 +133,29 @@ def test_several_folders_are_read_at_a_time_until_one_ends_the_process(
     assert isinstance(answers(reader, 9)[9], ReadModules)
     assert len(list(Path(f"/proc/{reader.process_id}/task").iterdir())) == before - 2
     reader.close()
+
+
+def test_weights_that_are_rewritten_in_place_while_they_are_read_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both versions are whole files of equal size."""
+    write_many(tmp_path / "made", 400)
+    file, read, count = tmp_path / "made" / "adapter_model.safetensors", os.preadv, 0
+    before = file.read_bytes()
+    os.utime(file, ns=(0, 0))
+
+    def rewrite_and_read(*arguments: Any) -> int:
+        nonlocal count
+        count += 1
+        if count == 2:  # behind the header
+            file.write_bytes(before[:-4] + before[-8:-4])
+        return read(*arguments)
+
+    limits, asked = AdapterLimits(dtype=torch.float32), ReadFolder(1, str(tmp_path / "made"))
+    monkeypatch.setattr(os, "preadv", rewrite_and_read)
+    [whole, *_] = answer(asked, limits)
+    assert isinstance(whole, FolderRead) and count == 4
+    assert whole.digest == read_modules(tmp_path / "made", limits).digest
 
 
 def slow_to_match(folder: Path, to: Path) -> str:
