@@ -7,8 +7,9 @@
 
 All add the sinks of heads, if a layer has any, when they have added the splits up.
 
-`fused_decode_lanes` has its own function for one head, and `batch_invariant` combines in a fixed order. The five differ
-in the order of their sums and in the layout of the splits, so none can stand in for another.
+`fused_decode_lanes` has its own function for one head, `paged_decode_fp8` its own `combine_if_last` in Gluon, and
+`batch_invariant` combines in a fixed order. The six differ in the order of their sums, the layout of the splits or the
+language, so none can stand in for another.
 """
 
 import triton
@@ -27,8 +28,7 @@ def combine_splits_kernel(
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, sinks_ptr=None,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    # program (i, j, k): dims k * DIM to (k + 1) * DIM - 1 of heads j * of_program ... of row i. After `paged_decode`
-    # without PDL: waiting programs slow down the programs that still have splits
+    # program (i, j, k): dims k * DIM to (k + 1) * DIM - 1 of heads j * of_program ... of row i
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

@@ -20,8 +20,10 @@ NO_SCORE = gl.constexpr(-3e38)  # below all scores, but finite
 def _load_queries(
     q_ptr, head, GROUP: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr, WARPS: gl.constexpr, MMA: gl.constexpr
 ):  # fmt: skip
-    """Query heads of a K/V head in float16, [WARPS, DIM, HEADS], the same for each warp, and what they have to be
-    multiplied by: powers of two, [WARPS, HEADS] as scores have it."""
+    """Query heads of a K/V head in float16, [WARPS, DIM, HEADS], the same for each warp, and factors of their scores.
+
+    The factors, [WARPS, HEADS], are powers of two: each head is scaled into the range of float16.
+    """
     OPERAND: gl.constexpr = gl.DotOperandLayout(1, MMA, 16)
     dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, gl.SliceLayout(2, OPERAND)))[None, :][:, :, None]
     group = gl.arange(0, HEADS, layout=gl.SliceLayout(0, gl.SliceLayout(1, OPERAND)))[None, :][:, None, :]
@@ -92,8 +94,9 @@ def _transposed(p, KEYS: gl.constexpr, HEADS: gl.constexpr, WARPS: gl.constexpr,
         "{.reg .b32 pair; cvt.rn.f16x2.f32 pair, $2, $1; movmatrix.sync.aligned.m8n8.trans.b16 $0, pair;}", "=r,r,r",
         [p], dtype=gl.float16, is_pure=False, pack=2,
     )  # fmt: skip
-    p = gl.reshape(p, [WARPS, KEYS // 8, 8, HEADS])  # now key, block and row are a head, and the columns its keys
-    p = gl.reshape(gl.permute(p, [0, 1, 3, 2]), [WARPS, KEYS, HEADS])
+    # now of a block of keys and heads the rows are heads, and the columns keys
+    p = gl.permute(gl.reshape(p, [WARPS, KEYS // 8, 8, HEADS // 8, 8]), [0, 1, 4, 3, 2])
+    p = gl.reshape(p, [WARPS, KEYS, HEADS])
     return gl.convert_layout(p, gl.DotOperandLayout(1, MMA, 2), assert_trivial=True)
 
 

@@ -194,7 +194,7 @@ def fused_decode(
     config = config or choose_config(head_dim)
     most_programs = config.programs * _MULTIPROCESSORS
     group, dim = heads // kv_heads, max(next_power_of_2(head_dim), 16)
-    # a thread loads 16 bytes of a key: a lane of 8-bit keys has fewer threads, and so many more keys at a time
+    # a thread loads 16 bytes of a key: the fewer threads a lane has, the more keys the lanes have at a time
     lanes = max(config.warps * 512 // (dim * layer.element_size()), config.warps if head_dim > 256 else 1)
     keys = max(config.keys * layer.element_size() // qkv.element_size(), 1)
     most_splits = ceil_div(rules.num_keys(max_seq_len), config.min_keys)

@@ -27,12 +27,13 @@ _STAGES = 2
 _WARPS = 4
 _FEW_WARPS = 2  # where heads a K/V head are no power of 2: combining their splits needs more registers
 _REGISTERS = 512  # of one lane of all warps together, so that _PROGRAMS programs fit
-# The combine kernel: splits that it loads at a time, and dims of a program. Few rows have many splits.
+# The combine kernel: splits that it loads at a time, and dims of a program and of a warp. Few rows have many splits.
 _FEW_ROWS = 8
-_FEW_ROWS_SPLITS, _FEW_ROWS_DIMS = 64, 64
-_SPLITS_AT_ONCE = 32
+_FEW_ROWS_SPLITS, _FEW_ROWS_DIMS, _FEW_ROWS_WARP_DIMS = 64, 64, 16
+_SPLITS_AT_ONCE, _WARP_DIMS = 8, 128  # a warp adds splits up in registers alone
 # From so many pairs of row and K/V head on the last program combines: then few rows have many splits.
 _COMBINE_IN_KERNEL_PAIRS = 384
+_COMBINE_IN_FP8_KERNEL_PAIRS = 128
 
 
 def paged_decode_reference(q: Tensor, layer: Tensor, metadata: PagedKVMetadata, rules: ScoreRules) -> Tensor:
@@ -163,18 +164,12 @@ def paged_decode(
         schedule = schedule_decode(q, layer, metadata, rules, max_seq_len)
     if schedule.row_splits.shape != (2, rows) or schedule.partial_out.shape[1:] != (heads, head_dim):
         raise ValueError(f"the schedule is for {schedule.row_splits.shape[1]} rows, {list(schedule.partial_out.shape)}")
-    pdl, in_kernel = supports_pdl(q.device), rows * kv_heads >= _COMBINE_IN_KERNEL_PAIRS
-    if fits_decode_fp8(q, layer):
-        launch_decode_fp8(q, layer, metadata, rules, out, schedule, in_kernel, pdl)
-    else:
-        _launch(q, layer, metadata, rules, out, schedule, in_kernel, pdl)
+    pdl, is_fp8 = supports_pdl(q.device), fits_decode_fp8(q, layer)
+    in_kernel = rows * kv_heads >= (_COMBINE_IN_FP8_KERNEL_PAIRS if is_fp8 else _COMBINE_IN_KERNEL_PAIRS)
+    launch = launch_decode_fp8 if is_fp8 else _launch
+    launch(q, layer, metadata, rules, out, schedule, in_kernel, pdl)
     if not in_kernel and len(schedule.lse) > rows:
-        dim = max(next_power_of_2(head_dim), 16)
-        splits, dims = (_FEW_ROWS_SPLITS, min(_FEW_ROWS_DIMS, dim)) if rows <= _FEW_ROWS else (_SPLITS_AT_ONCE, dim)
-        combine_splits_kernel[(rows, heads, ceil_div(head_dim, dims))](
-            schedule.row_splits, schedule.partial_out, schedule.lse, out, rows, 1,
-            HEADS=heads, HEAD_DIM=head_dim, DIM=dims, SPLITS=splits, sinks_ptr=rules.sinks, num_warps=4,
-        )  # fmt: skip
+        _combine(schedule, out, rules, pdl)
     return out
 
 
@@ -195,6 +190,19 @@ def _launch(
         num_warps=warps, PDL=pdl, COMBINE_AT_ONCE=splits_at_once(group, dim) if in_kernel else 0,
         maxnreg=min(_REGISTERS // warps, 255), num_stages=_STAGES if q.element_size() <= 2 else 1,
         sinks_ptr=rules.sinks, **pdl_options(pdl),
+    )  # fmt: skip
+
+
+def _combine(schedule: SplitKVSchedule, out: Tensor, rules: ScoreRules, pdl: bool) -> None:
+    """Adds the splits up to `out`, of the rows that have several."""
+    rows, (heads, head_dim) = len(out), schedule.partial_out.shape[1:]
+    splits, dims, warp_dims = _SPLITS_AT_ONCE, max(next_power_of_2(head_dim), 16), _WARP_DIMS
+    if rows <= _FEW_ROWS:
+        splits, dims, warp_dims = _FEW_ROWS_SPLITS, min(_FEW_ROWS_DIMS, dims), _FEW_ROWS_WARP_DIMS
+    combine_splits_kernel[(rows, heads, ceil_div(head_dim, dims))](
+        schedule.row_splits, schedule.partial_out, schedule.lse, out, rows, 1,
+        HEADS=heads, HEAD_DIM=head_dim, DIM=dims, SPLITS=splits, sinks_ptr=rules.sinks, PDL=pdl,
+        num_warps=max(dims // warp_dims, 1), **pdl_options(pdl),
     )  # fmt: skip
 
 

@@ -23,8 +23,8 @@ from blockyard.kernels.programmatic_launch import pdl_options
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # its name since Triton 3.7
 _WARPS = 4
 _KEYS = 16  # of a warp at a time
-_AHEAD = True  # the next keys and values are loaded before these are used
-_HEADS = 8  # columns of the tensor cores' instruction
+_AHEAD = True  # the next keys and values are loaded before these are used, if registers hold both
+_MOST_HEADS = 16  # of a K/V head; the tensor cores' instruction takes 8 at a time
 _REGISTERS = 128  # of a thread, so that `paged_decode`'s number of programs fit
 _SPLITS_AT_ONCE = 4  # that the last program loads
 _DIMS = (64, 128)
@@ -173,7 +173,7 @@ _KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 def fits_decode_fp8(q: Tensor, layer: Tensor) -> bool:
     """Whether the kernel supports the arguments of `paged_decode`."""
-    shapes = q.shape[2] in _DIMS and q.shape[1] // layer.shape[2] <= _HEADS
+    shapes = q.shape[2] in _DIMS and q.shape[1] // layer.shape[2] <= _MOST_HEADS
     return layer.dtype in _KINDS and q.dtype.itemsize == 2 and shapes and runs_hopper_kernels(q.device)
 
 
@@ -182,14 +182,15 @@ def launch_decode_fp8(
     in_kernel: bool, pdl: bool,
 ) -> None:  # fmt: skip
     """Launches the kernel for checked arguments of `paged_decode`. in_kernel: whether it combines splits."""
-    heads, dim, kv_heads = q.shape[1], q.shape[2], layer.shape[2]
+    dim, kv_heads = q.shape[2], layer.shape[2]
+    group = q.shape[1] // kv_heads
     k_words, v_words = _layouts(dim, _KEYS, _WARPS)
     _paged_decode_fp8_kernel[(schedule.programs * kv_heads,)](
         q, layer, metadata.tables, schedule.work, schedule.starts, schedule.partial_out, schedule.lse,
         schedule.row_splits, schedule.semaphores, out, rules.kv_scales, q.stride(0), metadata.tables.stride(0),
         schedule.work.shape[1], len(q), rules.power_scale,
-        KIND=_KINDS[layer.dtype], CAP=rules.soft_cap or 0.0, GROUP=heads // kv_heads, HEADS=_HEADS, KV_HEADS=kv_heads,
-        DIM=dim, BLOCK_SIZE=layer.shape[3], KEYS=_KEYS, WARPS=_WARPS, AHEAD=_AHEAD,
+        KIND=_KINDS[layer.dtype], CAP=rules.soft_cap or 0.0, GROUP=group, HEADS=8 if group <= 8 else 16,
+        KV_HEADS=kv_heads, DIM=dim, BLOCK_SIZE=layer.shape[3], KEYS=_KEYS, WARPS=_WARPS, AHEAD=_AHEAD and group <= 8,
         COMBINE_AT_ONCE=_SPLITS_AT_ONCE if in_kernel else 0, PDL=pdl, K_WORDS=k_words, V_WORDS=v_words,
         sinks_ptr=rules.sinks, num_warps=_WARPS, maxnreg=_REGISTERS, **pdl_options(pdl),
     )  # fmt: skip

@@ -12,6 +12,7 @@ as long as the tiling and `split` are the same.
 
 With `pdl` (programmatic dependent launch, compute capability 9.0) the kernel starts while the kernel before it ends:
 it prefetches its first weights to the L2 cache, then waits for that kernel before it reads or writes anything else.
+Behind its wait it announces the next kernel, which may therefore read at once what earlier kernels wrote.
 """
 
 from dataclasses import dataclass
@@ -120,6 +121,7 @@ def _linear_stream_k_kernel(
             early = tl.minimum(tile // row_tiles * OUT_TILE + tl.arange(0, OUT_TILE), outs - 1).to(tl.int64)
             prefetch(weight_ptr + (early * size)[:, None] + tl.minimum(lines, size - 1)[None, :])
         gdc_wait()
+        gdc_launch_dependents()
     while end > begin:
         tile = (end - 1) // steps
         first = tl.maximum(begin - tile * steps, 0)
@@ -132,9 +134,6 @@ def _linear_stream_k_kernel(
             x = x_desc.load([row_start, step * IN_TILE])
             total = tl.dot(weight, x.T, total, input_precision="ieee")
         end = tile * steps + first
-        if PDL:  # noqa: SIM102, PDL is known at compile time
-            if end <= begin:
-                gdc_launch_dependents()
         if last < steps:
             leave_part(total, program, parts_ptr, arrived_ptr, place)
         else:

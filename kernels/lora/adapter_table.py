@@ -85,7 +85,13 @@ class AdapterTable:
 
 
 def start_adapters_reference(
-    x: Tensor, places: Tensor, table: AdapterTable, between: Between | None = None, **options: Any
+    x: Tensor,
+    places: Tensor,
+    table: AdapterTable,
+    between: Between | None = None,
+    *,
+    is_ordered: bool = False,
+    **options: Any,
 ) -> Callable[[Tensor], None]:
     """See `start_adapters`. Here all is done at the end."""
 

@@ -6,7 +6,8 @@ and a program takes their adapters in turn. Few rows are multiplied one by one. 
 programs, which fill a GPU also where there are few rows; each expand adds up what they have.
 
 The shrink is launched before the layer's own product and the expand behind it: while the shrink runs, the product loads
-its first weights.
+its first weights. Both are launched behind a product that lets the next kernel begin only when all before it have
+ended: then the shrink runs beside the product, and needs no time of its own.
 """
 
 from collections.abc import Callable
@@ -20,9 +21,9 @@ from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.lora.adapter_table import ALIGNED, OFFSETS, AdapterTable, AdapterTiles, Between
 from blockyard.kernels.lora.adapter_tiles import LARGE_TILE, TILE, tile_rows
 from blockyard.kernels.lora.expand import MOST_SPLITS, expand_kernel
+from blockyard.kernels.lora.expand_few import expand_few_kernel
 from blockyard.kernels.lora.one_row import expand_row_kernel, shrink_row_kernel
 from blockyard.kernels.lora.shrink import shrink_kernel
-from blockyard.kernels.lora.small_tiles import expand_small_kernel, shrink_small_kernel
 from blockyard.kernels.moe.map_experts import map_experts
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 from blockyard.kernels.tensor_checks import check_tensor
@@ -33,14 +34,15 @@ _MANY_INPUTS = 8192  # more are split among more programs
 _PROGRAMS = 528  # that share the work on tiles: four for each of 132 multiprocessors
 _REGISTERS, _MANY_REGISTERS = 128, 168  # of a thread, so that four programs fit, and three where ranks may be large
 _SHRINK_PROGRAMS, _SHRINK_REGISTERS = 396, 168  # of a shrink: three for each
+_BEHIND_PROGRAMS = 1056  # of one beside a product, which leaves room for some of them at a time
 _ENOUGH = 264  # programs of a shrink of many rows: two for each multiprocessor
 _NUMBERS = 4  # of a program of one row
-_SMALL_PROGRAMS = 1056  # of small tiles: eight for each of 132 multiprocessors
-_SMALL_INPUTS, _SMALL_NUMBERS = 64, 32  # of a warp of their shrinks; numbers between the products of a program
-_SMALL_WARPS = 8  # of their shrinks; twice as many where there are many inputs
-_SMALL_MATRIX, _SMALL_RANKS = 2048, 64  # numbers of B that a program of their expands has at a time, of so many ranks
-_EXPAND_WARPS = 4
-_SMALL_REGISTERS = 96, 96  # of a thread of both: the compiler would use fewer, and load one behind the other
+_MANY_OUTPUTS = 8192  # of a layer, of which programs have several tiles in a row
+_FEW_PROGRAMS, _FEW_REGISTERS = (
+    1056,
+    128,
+)  # of an expand to fewer; the compiler would use fewer registers, and wait more
+_FEW_MATRIX, _FEW_RANKS, _FEW_WARPS = 4096, 64, 4  # numbers of B that such a program has at a time, of so many ranks
 _WIDE = 8  # elements of a wide load
 
 
@@ -57,6 +59,7 @@ class _AdapterLaunch:
     is_of_experts: bool
     is_whole: bool  # the inputs are not split, because several GPUs add what they have of h
     is_early: bool  # what says which adapter a row has is read before the kernel before has ended
+    is_behind: bool  # so is x
     pdl: bool
 
     @property
@@ -65,7 +68,7 @@ class _AdapterLaunch:
 
     @property
     def is_small(self) -> bool:
-        """Tiles of few rows with one adapter, where numbers and programs are so few that latency counts."""
+        """Whether tiles have at most `TILE` rows, of one adapter."""
         return self.tiles.tile == TILE and not self.is_of_experts
 
     @property
@@ -135,6 +138,7 @@ def start_adapters(
     tiles: AdapterTiles | None = None,
     norm: RMSNorm | None = None,
     gated: bool = False,
+    is_ordered: bool = False,
 ) -> Callable[[Tensor], None]:
     """Launches the first product of adapters. Returns what adds the second one to out [rows, outputs], in place, whose
     rows may be strided; it raises ValueError for another number of rows.
@@ -152,6 +156,9 @@ def start_adapters(
 
     tiles: the rows by place, from `tile_rows`, or the pairs by expert, from `map_experts`; None: they are made here.
     Those by place are read before the kernel launched last has ended, unless their `is_early` is False.
+
+    is_ordered: the product of x that is launched next is an `OrderedProduct`, and `out` is its result. Then what is
+    returned may launch both.
     """
     table.check(x, places, experts)
     if (norm is not None or gated) and (experts is not None or (norm is not None and between is not None)):
@@ -164,25 +171,27 @@ def start_adapters(
     is_early = tiles is not None and experts is None and tiles.is_early
     if tiles is None:
         tiles = _make_tiles(places, table, experts)
-    pdl = supports_pdl(x.device)
+    is_whole, is_behind = between is not None, is_ordered and is_early and between is None and tiles.tile == TILE
     launch = _AdapterLaunch(
-        table, places, tiles, pairs, inputs, norm, experts is not None, between is not None, is_early, pdl
-    )
-    shrink = _shrink_rows if launch.is_by_row else _shrink_small if launch.is_small else _shrink_tiles
-    h, squares = shrink(launch, x, gated)
+        table, places, tiles, pairs, inputs, norm, experts is not None, is_whole, is_early, is_behind,
+        supports_pdl(x.device),
+    )  # fmt: skip
+    if is_behind:
+        return lambda out: _expand(launch, *_shrink_tiles(launch, x, gated), out)
+    h, squares = (_shrink_rows if launch.is_by_row else _shrink_tiles)(launch, x, gated)
     h = h if between is None else between(h[0])[None]
+    return lambda out: _expand(launch, h, squares, out, weights)
 
-    def add_to(out: Tensor) -> None:
-        if out.dim() != 2 or len(out) != pairs or out.stride(1) != 1:
-            raise ValueError(f"expected out [{pairs}, outputs], got {list(out.shape)} in steps of {out.stride()}")
-        if launch.is_by_row:
-            _expand_rows(launch, h, squares, out)
-        elif launch.is_small:
-            _expand_small(launch, h, squares, out)
-        else:
-            _expand_tiles(launch, h, squares, out, weights)
 
-    return add_to
+def _expand(launch: _AdapterLaunch, h: Tensor, squares: Tensor, out: Tensor, weights: Tensor | None = None) -> None:
+    if out.dim() != 2 or len(out) != launch.pairs or out.stride(1) != 1:
+        raise ValueError(f"expected out [{launch.pairs}, outputs], got {list(out.shape)} in steps of {out.stride()}")
+    if launch.is_by_row:
+        _expand_rows(launch, h, squares, out)
+    elif launch.is_small and out.shape[1] <= _MANY_OUTPUTS:
+        _expand_few(launch, h, squares, out)
+    else:
+        _expand_tiles(launch, h, squares, out, weights)
 
 
 def _add_nothing(out: Tensor) -> None:
@@ -231,39 +240,19 @@ def _expand_rows(launch: _AdapterLaunch, h: Tensor, squares: Tensor, out: Tensor
     )  # fmt: skip
 
 
-def _shrink_small(launch: _AdapterLaunch, x: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
-    table, inputs, padded, tiles = launch.table, launch.inputs, launch.padded_rank, launch.tiles
-    warps = _SMALL_WARPS * (1 if inputs <= _MANY_INPUTS else 2)
-    in_tile = _SMALL_INPUTS * warps
-    numbers = min(next_power_of_2(padded), _SMALL_NUMBERS)
-    steps = ceil_div(inputs, in_tile * launch.most_splits)
-    splits, num_numbers = ceil_div(inputs, steps * in_tile), ceil_div(table.num_parts * padded, numbers)
-    own = table.ranks if table.own_ranks is None else table.own_ranks
-    h, squares = _make_products(launch, x, splits)
-    shrink_small_kernel[(min(len(tiles.owners) * num_numbers * splits, _SMALL_PROGRAMS),)](
-        x, x if launch.norm is None else launch.norm.weight, tiles.rows, tiles.owners, table.arena, table.offsets,
-        table.ranks, own, h, squares, launch.pairs, len(tiles.owners), steps, splits, num_numbers, x.stride(0), inputs,
-        table.num_parts, padded, table.place_stride,
-        TILE=TILE, PIECES=warps, NUMBERS=numbers, INPUTS=_SMALL_INPUTS, MANY_STEPS=steps > 1,
-        OWN=table.own_ranks is not None, GATED=gated, num_warps=warps, num_stages=1 if steps == 1 else 2,
-        maxnreg=_SMALL_REGISTERS[0], **launch.options(),
-    )  # fmt: skip
-    return h, squares
-
-
-def _expand_small(launch: _AdapterLaunch, h: Tensor, squares: Tensor, out: Tensor) -> None:
-    table, tiles, ranks = launch.table, launch.tiles, min(next_power_of_2(launch.padded_rank), _SMALL_RANKS)
+def _expand_few(launch: _AdapterLaunch, h: Tensor, squares: Tensor, out: Tensor) -> None:
+    table, tiles, ranks = launch.table, launch.tiles, min(next_power_of_2(launch.padded_rank), _FEW_RANKS)
     factor = 1 if launch.padded_rank <= _MOST_RANKS else 2
-    outputs = _SMALL_MATRIX * factor // ranks
+    outputs = _FEW_MATRIX * factor // ranks
     of_tile = ceil_div(out.shape[1], outputs) + table.num_parts - 1  # at most, as each part begins with a tile
-    expand_small_kernel[(min(len(tiles.owners) * of_tile, _SMALL_PROGRAMS),)](
+    expand_few_kernel[(min(len(tiles.owners) * of_tile, _FEW_PROGRAMS),)](
         h, squares, tiles.rows, tiles.owners, table.arena, table.offsets, table.ranks, table.starts, table.sizes, out,
         launch.pairs, len(tiles.owners), of_tile, out.stride(0), table.num_parts, launch.padded_rank,
         table.place_stride, launch.inputs, 0.0 if launch.norm is None else launch.norm.eps,
         TILE=TILE, PARTS=next_power_of_2(table.num_parts), OUTPUTS=outputs, RANKS=ranks,
         MANY_RANKS=launch.padded_rank > ranks, SPLITS=len(h), WIDE=_WIDE,
-        OUTPUTS_ALIGNED=launch.outputs_aligned, num_warps=_EXPAND_WARPS * factor, num_stages=1,
-        maxnreg=_SMALL_REGISTERS[1], **launch.options(),
+        OUTPUTS_ALIGNED=launch.outputs_aligned, num_warps=_FEW_WARPS * factor, num_stages=1,
+        maxnreg=_FEW_REGISTERS, **launch.options(),
     )  # fmt: skip
 
 
@@ -279,13 +268,15 @@ def _shrink_tiles(launch: _AdapterLaunch, x: Tensor, gated: bool) -> tuple[Tenso
     splits, num_numbers = ceil_div(inputs, steps * in_tile), ceil_div(table.num_parts * padded, numbers)
     own = table.ranks if table.own_ranks is None else table.own_ranks
     h, squares = _make_products(launch, x, splits)
-    shrink_kernel[(min(len(tiles.owners) * num_numbers * splits, _SHRINK_PROGRAMS),)](
+    programs = _BEHIND_PROGRAMS if launch.is_behind else _SHRINK_PROGRAMS
+    shrink_kernel[(min(len(tiles.owners) * num_numbers * splits, programs),)](
         x, x if launch.norm is None else launch.norm.weight, tiles.rows, tiles.owners, launch.places, table.arena,
         table.offsets, table.ranks, own, h, squares, launch.pairs, len(tiles.owners), steps, splits, num_numbers,
         x.stride(0), inputs, table.num_parts, padded, launch.pairs // len(x), launch.rows_of_place,
         table.place_stride,
         NUMBERS=numbers, INPUTS=in_tile, OWN=table.own_ranks is not None, GATED=gated, num_stages=2,
-        maxnreg=_REGISTERS if is_large else _SHRINK_REGISTERS, num_warps=8 if is_large else 4, **launch.tile_options(),
+        BEHIND=launch.is_behind, maxnreg=_REGISTERS if is_large else _SHRINK_REGISTERS,
+        num_warps=8 if is_large else 4, **launch.tile_options(),
     )  # fmt: skip
     return h, squares
 

@@ -4,6 +4,9 @@ it.
 An item of work is a tile of rows, some of the numbers between the products, and a split of the inputs. A program reads
 A of its next item before it multiplies one, and A of the first item before it waits for the kernel before.
 
+Behind a product that announced it when all before had ended, programs read the product's inputs without a wait: both
+kernels run side by side.
+
 Rows may be normalised or gated as they are read. Of a norm, rows are multiplied by its weight here, and by the inverse
 of their length where the product is read: programs that share the inputs of a row each store their sum of squares.
 """
@@ -124,8 +127,9 @@ def shrink_kernel(
     rows_of_place, place_stride,
     OFFSETS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, NUMBERS: tl.constexpr,
     INPUTS: tl.constexpr, OWN: tl.constexpr, EXPERTS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, BEHIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    # BEHIND: the kernel before wrote none of what is read here, and let this one begin when all before it had ended
     if PDL:
         gdc_launch_dependents()
         if not EARLY:
@@ -164,7 +168,7 @@ def shrink_kernel(
             num_numbers, inputs, parts, padded_rank, place_stride,
             OFFSETS, ALIGNED, TILE, ROWS, NUMBERS, INPUTS, OWN,
         )  # fmt: skip
-        if PDL and EARLY:
+        if PDL and EARLY and not BEHIND:
             wait_for_work(item < last)
         for following in tl.range(item + 1, last + 1, num_stages=1):
             begin = split * steps * INPUTS
@@ -182,3 +186,5 @@ def shrink_kernel(
             )  # fmt: skip
             split, rows, a_ptr = next_split, next_rows, next_ptr
             inside, number, a = next_inside, next_number, next_a
+    if PDL and BEHIND:
+        wait_for_work(item < 0)  # only the first one waits, so that this kernel ends behind the one before

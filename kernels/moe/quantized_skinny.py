@@ -97,16 +97,15 @@ def _gate_up_quantized_kernel(
     known = (out < inner)[None, :, None]
     output = (expert * 2 * inner + number % 2 * inner + out)[None, :, None]
     x_ptr += pair // TOP_K * SIZE
-    following = load_codes(codes_ptr, output, known, 0, SIZE, CODES, TILE)
+    codes = load_codes(codes_ptr, output, known, 0, SIZE, CODES, TILE)
     inverse, scale, zero = _scales_of_row(
         x_ptr, norm_weight_ptr, eps, most, high_ptr, low_ptr, NORM, ROUND, STATIC, MOST, ROUND_GROUP, SIZE, FULL
     )
     totals = tl.zeros([1, 2 * OUT_TILE, TILE // LANE], tl.float32)
     squares = tl.zeros([TILE // 8], tl.float32)
     for start in tl.static_range(0, SIZE, TILE):
-        codes = following
-        if start + TILE < SIZE:  # a tile ahead: nothing that reads shared memory may hold it up
-            following = load_codes(codes_ptr, output, known, start + TILE, SIZE, CODES, TILE)
+        if start > 0:
+            codes = load_codes(codes_ptr, output, known, start, SIZE, CODES, TILE)
         cols = start + tl.arange(0, TILE)
         given = tl.load(x_ptr + cols, mask=cols < SIZE, other=0.0).to(tl.float32)
         if NORM:
@@ -156,7 +155,7 @@ def _down_quantized_kernel(
     here = are_here(experts, EXPERTS, TOP_K, K_TILE)
     known = (here[:, None] & (out < outs)[None, :])[:, :, None]
     output = outputs_of(experts, outs, out, TOP_K, K_TILE)[:, :, None]
-    following = load_codes(codes_ptr, output, known, 0, SIZE, CODES, TILE)
+    codes = load_codes(codes_ptr, output, known, 0, SIZE, CODES, TILE)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -166,7 +165,7 @@ def _down_quantized_kernel(
             here = are_here(experts, EXPERTS, TOP_K, K_TILE)
             known = (here[:, None] & (out < outs)[None, :])[:, :, None]
             output = outputs_of(experts, outs, out, TOP_K, K_TILE)[:, :, None]
-            following = load_codes(codes_ptr, output, known, 0, SIZE, CODES, TILE)
+            codes = load_codes(codes_ptr, output, known, 0, SIZE, CODES, TILE)
     rows = x_ptr + ((row * TOP_K + tl.minimum(k, TOP_K - 1)) * SIZE)[:, None]
     scale, zero = 1.0, 0.0
     if ROUND:
@@ -175,9 +174,8 @@ def _down_quantized_kernel(
         scale, zero = scales_of_rows(whole, most, high_ptr, low_ptr, ROUND, STATIC, MOST, ROUND_GROUP)
     totals = tl.zeros([K_TILE, OUT_TILE, TILE // LANE], tl.float32)
     for start in tl.static_range(0, SIZE, TILE):
-        codes = following
-        if start + TILE < SIZE:
-            following = load_codes(codes_ptr, output, known, start + TILE, SIZE, CODES, TILE)
+        if start > 0:
+            codes = load_codes(codes_ptr, output, known, start, SIZE, CODES, TILE)
         cols = start + tl.arange(0, TILE)[None, :]
         given = tl.load(rows + cols, mask=here[:, None] & (cols < SIZE), other=0.0).to(tl.float32)
         given = rounded(given, scale, zero, most, high_ptr, ROUND, STATIC, MOST, ROUND_GROUP)

@@ -3,8 +3,8 @@
 - `packed_weights`: `PackedWeights`, the codes and scales of a weight as files and kernels of experts have them.
   `unpack_tiles`: what kernels make of a tile of codes, in registers: numbers of 4- and 8-bit codes, and scales.
 - `block_weights`: `BlockWeights`, the same of a linear layer, in the order of its products: `linear_blocks` on tensor
-  cores, `linear_blocks_mma` of up to 32 rows with 4 bits, whose codes never leave registers, `linear_blocks_wgmma` of
-  more rows on Hopper with the operand that `left_operand` makes of such codes, and `linear_blocks_skinny` of one to
+  cores, `linear_blocks_mma` of up to 16 rows with 4 bits, whose codes never leave registers, `linear_blocks_wgmma` of
+  nine and more on Hopper with the operand that `left_operand` makes of such codes, and `linear_blocks_skinny` of one to
   eight rows, with the norm, the gate and the sum around it. For these `unpack_assembly` has a GPU's instructions, and
   `number_pairs` multiplies what they make.
   `unpack_blocks` writes its numbers to memory.

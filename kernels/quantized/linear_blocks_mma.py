@@ -1,10 +1,14 @@
-"""Linear layer of one to 32 rows with weights of 4 bits, in Gluon: codes go from memory straight to the registers from
+"""Linear layer of one to 16 rows with weights of 4 bits, in Gluon: codes go from memory straight to the registers from
 which tensor cores read the left operand; on a GPU.
 
 After Marlin (https://arxiv.org/abs/2408.11743), without its order of codes: a thread holds the 8 adjacent inputs whose
 codes it has loaded, in both operands alike, because a sum does not depend on the order of its terms. The warps of a
 program take the blocks of inputs in turn and add their sums at the end, so that small matrices too keep all
 multiprocessors loading. Nothing but that last sum is in shared memory, and no step waits for another warp.
+
+Zeros are subtracted from sums in float32, times the sums of the inputs, which tensor cores make with a left operand of
+ones: it takes fewer instructions than to subtract them from each code, and rounds nothing. So does OFFSET, by which
+numbers made of such integers are too great.
 
 A row of x is one column of the right operand: its sum has the same terms in the same order beside any other rows.
 """
@@ -19,10 +23,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from blockyard.kernels.int_math import ceil_div
 from blockyard.kernels.programmatic_launch import pdl_options
 from blockyard.kernels.quantized.block_weights import BLOCK, BlockWeights
-from blockyard.kernels.quantized.unpack_assembly import unpack_assembly
-from blockyard.kernels.quantized.unpack_tiles import less_zeros, scale_numbers
+from blockyard.kernels.quantized.packed_weights import Codes
+from blockyard.kernels.quantized.unpack_assembly import OFFSET, unpack_assembly
+from blockyard.kernels.quantized.unpack_tiles import scale_numbers
 
-MAX_ROWS = 32
+MAX_ROWS = 16
 HALF = 64  # bytes of the codes of one output in a block, and inputs of each half
 
 
@@ -49,7 +54,7 @@ def _load_step(
     SCALES: gl.constexpr, E8M0: gl.constexpr, ZEROS: gl.constexpr,
 ):  # fmt: skip
     """What is read of a weight for one step, in which each warp has a block of inputs: codes in pieces of SUB bytes,
-    scales as rows of the result, zeros as rows of the left operand."""
+    scales and zeros as rows of the result."""
     A: gl.constexpr = gl.DotOperandLayout(0, C, SUB // 8)
     OUTS_A: gl.constexpr = gl.SliceLayout(2, A)
     warp = gl.expand_dims(gl.arange(0, WARPS, gl.SliceLayout(1, OUTS_A)), 1)
@@ -62,17 +67,17 @@ def _load_step(
     for i in gl.static_range(64 // SUB):
         tile = gl.load(codes_ptr + place + i * SUB, mask=gl.expand_dims(known, 2), other=0)
         codes = codes + (tile,)  # type: ignore[assignment]  # noqa: RUF005
+    OUTS_C: gl.constexpr = gl.SliceLayout(2, C)
+    row_block = step * WARPS + gl.expand_dims(gl.arange(0, WARPS, gl.SliceLayout(1, OUTS_C)), 1)
+    row = out_start + gl.expand_dims(gl.arange(0, OUT_TILE, gl.SliceLayout(0, OUTS_C)), 0)
+    inside = (row_block < blocks) & (row < outs)
     zeros = ()
     if ZEROS:
-        zeros = _load_groups(zeros_ptr, block, out, known, outs, 0, SUB, GROUP, False)
+        zeros = _load_groups(zeros_ptr, row_block, row, inside, outs, 0, SUB, GROUP, False)
         if GROUP % 128 != 0:
-            zeros = zeros + _load_groups(zeros_ptr, block, out, known, outs, 64, SUB, GROUP, False)
+            zeros = zeros + _load_groups(zeros_ptr, row_block, row, inside, outs, 64, SUB, GROUP, False)
     scales = ()
     if SCALES:
-        OUTS_C: gl.constexpr = gl.SliceLayout(2, C)
-        row_block = step * WARPS + gl.expand_dims(gl.arange(0, WARPS, gl.SliceLayout(1, OUTS_C)), 1)
-        row = out_start + gl.expand_dims(gl.arange(0, OUT_TILE, gl.SliceLayout(0, OUTS_C)), 0)
-        inside = (row_block < blocks) & (row < outs)
         scales = _load_groups(scales_ptr, row_block, row, inside, outs, 0, SUB, GROUP, E8M0)
         if GROUP % 128 != 0:
             scales = scales + _load_groups(scales_ptr, row_block, row, inside, outs, 64, SUB, GROUP, E8M0)
@@ -129,10 +134,28 @@ def _halves(codes, DTYPE: gl.constexpr, ASM: gl.constexpr):
 
 
 @gluon.jit
+def _sums_of_inputs(like, x, total, WANTED: gl.constexpr):
+    """Adds the sums of inputs of each row, once for each output. like: the left operand of their products."""
+    return mma_v2(gl.full_like(like, 1.0), x, total) if WANTED else total
+
+
+@gluon.jit
+def _scaled(
+    part, inputs, scales, zeros, NUMBER: gl.constexpr, SCALES: gl.constexpr, ZEROS: gl.constexpr, OFFSET: gl.constexpr
+):
+    """Sums of the group NUMBER, less its zero and OFFSET times the sums of its inputs, times its scale."""
+    if ZEROS:
+        part -= inputs * gl.expand_dims(zeros[NUMBER] + OFFSET, 2)
+    if SCALES:
+        part *= gl.expand_dims(scales[NUMBER], 2)
+    return part
+
+
+@gluon.jit
 def _add_step(
     total, tiles, x_ptr, step, rows, size,
     C: gl.constexpr, WARPS: gl.constexpr, ROW_TILE: gl.constexpr, SUB: gl.constexpr, GROUP: gl.constexpr,
-    SCALES: gl.constexpr, ZEROS: gl.constexpr, WHOLE: gl.constexpr, EVEN: gl.constexpr, ASM: gl.constexpr,
+    SCALES: gl.constexpr, ZEROS: gl.constexpr, OFFSET: gl.constexpr, EVEN: gl.constexpr, ASM: gl.constexpr,
 ):  # fmt: skip
     """Adds one step's products to total [WARPS, OUT_TILE, ROW_TILE] in float32."""
     codes, scales, zeros = tiles
@@ -140,26 +163,28 @@ def _add_step(
     PIECES: gl.constexpr = 64 // SUB
     WHOLE_BLOCK: gl.constexpr = GROUP % 128 == 0
     part = gl.zeros_like(total)
+    inputs = gl.zeros_like(total)
     for i in gl.static_range(PIECES):
         low, high = _halves(codes[i], DTYPE, ASM)
-        if ZEROS:
-            low = less_zeros(low, zeros[0 if WHOLE_BLOCK else i], WHOLE)
-            high = less_zeros(high, zeros[0 if WHOLE_BLOCK else PIECES + i], WHOLE)
         below = _load_x(x_ptr, step, rows, size, i * SUB, C, WARPS, ROW_TILE, SUB, EVEN)
         above = _load_x(x_ptr, step, rows, size, 64 + i * SUB, C, WARPS, ROW_TILE, SUB, EVEN)
-        if not SCALES:
-            total = mma_v2(low, below, total)
-            total = mma_v2(high, above, total)
-        elif WHOLE_BLOCK:
+        if not WHOLE_BLOCK:
+            part = mma_v2(low, below, gl.zeros_like(total))
+            inputs = _sums_of_inputs(low, below, gl.zeros_like(total), ZEROS)
+            total += _scaled(part, inputs, scales, zeros, i, SCALES, ZEROS, OFFSET)
+            part = mma_v2(high, above, gl.zeros_like(total))
+            inputs = _sums_of_inputs(high, above, gl.zeros_like(total), ZEROS)
+            total += _scaled(part, inputs, scales, zeros, PIECES + i, SCALES, ZEROS, OFFSET)
+        elif SCALES or ZEROS:
             part = mma_v2(low, below, part)
             part = mma_v2(high, above, part)
+            inputs = _sums_of_inputs(low, below, inputs, ZEROS)
+            inputs = _sums_of_inputs(high, above, inputs, ZEROS)
         else:
-            part = mma_v2(low, below, gl.zeros_like(total))
-            total += part * gl.expand_dims(scales[i], 2)
-            part = mma_v2(high, above, gl.zeros_like(total))
-            total += part * gl.expand_dims(scales[PIECES + i], 2)
-    if SCALES and WHOLE_BLOCK:
-        total += part * gl.expand_dims(scales[0], 2)
+            total = mma_v2(low, below, total)
+            total = mma_v2(high, above, total)
+    if WHOLE_BLOCK and (SCALES or ZEROS):
+        total += _scaled(part, inputs, scales, zeros, 0, SCALES, ZEROS, OFFSET)
     return total
 
 
@@ -167,7 +192,7 @@ def _add_step(
 def _linear_blocks_mma_kernel(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, bias_ptr, out_ptr, rows, outs, size, blocks,
     OUT_TILE: gl.constexpr, ROW_TILE: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr, SUB: gl.constexpr,
-    GROUP: gl.constexpr, SCALES: gl.constexpr, E8M0: gl.constexpr, ZEROS: gl.constexpr, WHOLE: gl.constexpr,
+    GROUP: gl.constexpr, SCALES: gl.constexpr, E8M0: gl.constexpr, ZEROS: gl.constexpr, OFFSET: gl.constexpr,
     ROW_SCALES: gl.constexpr, EVEN: gl.constexpr, ASM: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     # program i: outputs i * OUT_TILE ... of all rows; AHEAD steps of weights are loaded before the wait, and as many at
@@ -186,7 +211,7 @@ def _linear_blocks_mma_kernel(
     for i in gl.static_range(AHEAD):
         total = _add_step(
             total, tiles[i], x_ptr, i, rows, size,
-            C, WARPS, ROW_TILE, SUB, GROUP, SCALES, ZEROS, WHOLE, EVEN, ASM,
+            C, WARPS, ROW_TILE, SUB, GROUP, SCALES, ZEROS, OFFSET, EVEN, ASM,
         )  # fmt: skip
     for first in range(AHEAD, (blocks + WARPS - 1) // WARPS, AHEAD):
         tiles = _load_steps(
@@ -196,7 +221,7 @@ def _linear_blocks_mma_kernel(
         for i in gl.static_range(AHEAD):
             total = _add_step(
                 total, tiles[i], x_ptr, first + i, rows, size,
-                C, WARPS, ROW_TILE, SUB, GROUP, SCALES, ZEROS, WHOLE, EVEN, ASM,
+                C, WARPS, ROW_TILE, SUB, GROUP, SCALES, ZEROS, OFFSET, EVEN, ASM,
             )  # fmt: skip
     y = gl.sum(total, 0)  # in the layout of a slice of C
     S: gl.constexpr = gl.SliceLayout(0, C)
@@ -219,7 +244,7 @@ def can_multiply(weights: BlockWeights, dtype: torch.dtype) -> bool:
 
 def mma_row_tile(rows: int) -> int:
     """The rows of a tile, for which a kernel is compiled."""
-    return next(tile for tile in (8, 16, MAX_ROWS) if rows <= tile)
+    return 8 if rows <= 8 else MAX_ROWS
 
 
 def is_even(inputs: int, warps: int, ahead: int) -> bool:
@@ -244,14 +269,15 @@ def linear_blocks_mma(
     if out.numel() == 0:
         return out
     codes, scales, zeros, row_scales = weights.codes, weights.scales, weights.zeros, weights.row_scales
+    offset = OFFSET[x.dtype] if zeros is not None and weights.kind is Codes.INT4 else 0
     _linear_blocks_mma_kernel[(ceil_div(outs, out_tile),)](
         x, codes, codes if scales is None else scales, codes if zeros is None else zeros,
         codes if row_scales is None else row_scales, codes if bias is None else bias, out, rows, outs, size,
         len(codes), OUT_TILE=out_tile, ROW_TILE=mma_row_tile(rows), WARPS=warps, AHEAD=ahead,
         SUB=weights.group if 0 < weights.group < HALF else HALF, GROUP=weights.group, SCALES=scales is not None,
-        E8M0=weights.is_e8m0, ZEROS=zeros is not None, WHOLE=zeros is not None and not zeros.is_floating_point(),
-        ROW_SCALES=row_scales is not None, EVEN=is_even(size, warps, ahead),
-        ASM=unpack_assembly(weights.kind, x.dtype, zeros is None, weights.table), BIAS=bias is not None, PDL=pdl,
-        num_warps=warps, **pdl_options(pdl),
+        E8M0=weights.is_e8m0, ZEROS=zeros is not None, OFFSET=offset, ROW_SCALES=row_scales is not None,
+        EVEN=is_even(size, warps, ahead),
+        ASM=unpack_assembly(weights.kind, x.dtype, zeros is None, weights.table, has_offset=offset > 0),
+        BIAS=bias is not None, PDL=pdl, num_warps=warps, **pdl_options(pdl),
     )  # fmt: skip
     return out

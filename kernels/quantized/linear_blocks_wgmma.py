@@ -38,7 +38,6 @@ OUT_TILE = 256  # outputs of a program
 GROUP_WARPS = 4  # of a warp group
 ALIGNMENT = 16  # outputs: scales of one byte are copied in runs of 16 bytes
 PIECE = gl.constexpr(16)  # outputs of a tile whose partial sums one program adds at a time
-SCALED_SUMS = gl.constexpr(32)  # rows of a tile, up to which sums are multiplied by scales
 # by warps that multiply: registers of a thread at first, of those that multiply, and of those that copy
 REGISTERS = {8: (168, 232, 40), 16: (96, 112, 32)}
 
@@ -152,7 +151,8 @@ def _add_block(
     DTYPE: gl.constexpr, ASM: gl.constexpr,
 ):  # fmt: skip
     """Adds the products of a stage to each [64, ROW_TILE] of the outputs from START on."""
-    SUMS: gl.constexpr = SCALES and GROUP % 128 == 0 and ROW_TILE <= SCALED_SUMS
+    # registers have room for so many sums twice
+    SUMS: gl.constexpr = SCALES and GROUP % 128 == 0 and 32 * len(totals) >= ROW_TILE
     running = ()
     for i in gl.static_range(len(totals)):
         low, high = left_operands(

@@ -14,6 +14,7 @@ _CONSTANTS = {  # bits of: the number to which a code is added, that number nega
     torch.float16: (0x6400, 0xE400, 0xE408, 0x3C00),
 }
 _E2M1 = {torch.bfloat16: (6, 0x01C0, 0x7E80), torch.float16: (9, 0x0E00, 0x7400)}  # shift, mask, power of 2
+OFFSET = {torch.bfloat16: 128, torch.float16: 1024}  # the number to which a code is added
 SMALL = {torch.bfloat16: 2.0**126, torch.float16: 2.0**14}
 _FMA = {torch.bfloat16: "fma.rn.bf16x2", torch.float16: "fma.rn.f16x2"}
 
@@ -33,16 +34,18 @@ def unpack_assembly(
     *,
     of_words: bool = False,
     small: bool = False,
+    has_offset: bool = False,
 ) -> str:
     """The instructions, or "" where there are none. middle: integers are less 8. table: of 16 numbers.
 
     of_words: a pair has codes i and i + 4 of a word, which takes fewer instructions than codes of adjacent bytes.
     small: numbers of E2M1 are multiplied by 1 / SMALL of this dtype, which saves a product where scales follow.
+    has_offset: integers are greater than codes by OFFSET of this dtype, which saves a difference.
     """
     if dtype not in _CONSTANTS:
         return ""
     if kind is Codes.INT4:
-        return _integers(dtype, middle, of_words)
+        return _integers(dtype, middle, of_words, has_offset)
     if kind is Codes.E2M1:
         return _floats(dtype, of_words, small)
     if kind is Codes.TABLE4 and table is not None:
@@ -54,14 +57,15 @@ def _twice(bits: int) -> str:
     return f"0x{bits << 16 | bits:08X}"
 
 
-def _integers(dtype: torch.dtype, middle: bool, of_words: bool) -> str:
+def _integers(dtype: torch.dtype, middle: bool, of_words: bool, has_offset: bool) -> str:
     base, less, less_8, one = _CONSTANTS[dtype]
     made = [_WORD if of_words else _BYTES]
     made.append(f"mov.b32 one, {_twice(one)}; mov.b32 less, {_twice(less_8 if middle else less)};")
     for low, high, word in _WORD_ORDER if of_words else _ORDER:
         made.append(f"lop3.b32 {low}, {word}, 0x000F000F, {_twice(base)}, 0xEA; shr.u32 {word}, {word}, 4;")
         made.append(f"lop3.b32 {high}, {word}, 0x000F000F, {_twice(base)}, 0xEA;")
-    made += [f"{_FMA[dtype]} ${i}, ${i}, one, less;" for i in range(4)]
+    if not has_offset:
+        made += [f"{_FMA[dtype]} ${i}, ${i}, one, less;" for i in range(4)]
     return f"{{ .reg .b32 a, b, one, less; {' '.join(made)} }}"
 
 
@@ -83,7 +87,10 @@ def _floats(dtype: torch.dtype, of_words: bool, small: bool) -> str:
 
 def _from_table(bits: list[int], of_words: bool) -> str:
     words = [[bits[i + j] >> 8 * byte & 255 for j in range(4)] for byte in (0, 1) for i in (0, 4, 8, 12)]
-    made = [f"mov.b32 t{i}, 0x{int.from_bytes(word, 'little'):08X};" for i, word in enumerate(words)]
+    # no grid has a third axis: of 0 the compiler does not know, so that it keeps the sums in registers, where constants
+    # would be moved there anew each time
+    made = ["mov.u32 z, %ctaid.z;"]
+    made += [f"add.u32 t{i}, z, 0x{int.from_bytes(word, 'little'):08X};" for i, word in enumerate(words)]
     # two bytes at a time, whose four codes are those of a lower and of an upper output
     made.append("prmt.b32 x, $4, 0, 0x3120;" if of_words else "mov.b32 x, $4;")
     # an index has three bits; a mask of the fourth ones chooses between the halves of the table
@@ -94,4 +101,4 @@ def _from_table(bits: list[int], of_words: bool) -> str:
             made.append(f"prmt.b32 {half}, t{first}, t{first + 1}, d; prmt.b32 e, t{first + 2}, t{first + 3}, d;")
             made.append(f"lop3.b32 {half}, m, e, {half}, 0xCA;")
         made.append(f"prmt.b32 {low}, a, b, 0x6240; prmt.b32 {high}, a, b, 0x7351;")
-    return f"{{ .reg .b32 a, b, c, d, e, m, x, t0, t1, t2, t3, t4, t5, t6, t7; {' '.join(made)} }}"
+    return f"{{ .reg .b32 a, b, c, d, e, m, x, z, t0, t1, t2, t3, t4, t5, t6, t7; {' '.join(made)} }}"

@@ -12,16 +12,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.few_rows import MAX_ROWS
-from blockyard.kernels.moe.four_bits.mma_form import (
-    MmaForm,
-    MmaTiling,
-    check_operands,
-    constants,
-    fetched_steps,
-    pointers,
-)
+from blockyard.kernels.moe.four_bits.mma_form import MmaForm, MmaTiling, check_operands, constants, pointers
 from blockyard.kernels.moe.four_bits.operands import along_2, x_layout
-from blockyard.kernels.moe.four_bits.product_steps import add_steps, fetch_steps
+from blockyard.kernels.moe.four_bits.product_steps import add_steps
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.grouped_linear import gate_values, unmapped
 from blockyard.kernels.moe.map_experts import ExpertMap
@@ -89,27 +82,19 @@ def _experts_mma_kernel(
     owners_ptr, loads_ptr, num_pairs, outs, pairs_of_row, eps,
     SIZE: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, E8M0: gl.constexpr, EXACT: gl.constexpr,
     SMALL: gl.constexpr, ZEROS: gl.constexpr, ROW_SCALES: gl.constexpr, ASM: gl.constexpr, R: gl.constexpr,
-    N: gl.constexpr, W: gl.constexpr, AHEAD: gl.constexpr, X_AHEAD: gl.constexpr, COPIES: gl.constexpr,
+    N: gl.constexpr, W: gl.constexpr, AHEAD: gl.constexpr, COPIES: gl.constexpr, V: gl.constexpr,
     GATE: gl.constexpr, BIAS: gl.constexpr, SCALE: gl.constexpr, SCALE_FIRST: gl.constexpr, TOP_K: gl.constexpr,
     K_TILE: gl.constexpr, ALONE: gl.constexpr, EXPERTS: gl.constexpr, BINS: gl.constexpr, PAIRS: gl.constexpr,
-    NORM: gl.constexpr, FETCH: gl.constexpr, ALL: gl.constexpr, PDL: gl.constexpr,
+    NORM: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     # program (i, j): rows i * R ... of an expert's weight, for the pairs of tile j; with TOP_K there is no map, and
     # pair j has tile j
-    OUTS: gl.constexpr = R // 2 if GATE else R
-    inner = outs // 2 if GATE else outs
-    start = gl.program_id(0) * OUTS
     if PDL:
-        if FETCH:
-            own = gl.load(owners_ptr + gl.program_id(1)).to(gl.int64)
-            fetch_steps(
-                codes_ptr, scales_ptr, own, owners_ptr, start, inner, outs,
-                SIZE, GROUP, SCALES, 0, ALL, FETCH, GATE, W, R,
-            )  # fmt: skip
         gdc_wait()
         gdc_launch_dependents()  # now: the next kernel may read experts before it waits
-    X: gl.constexpr = x_layout(W, N)
-    Y: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, W], [0, 1])
+    X: gl.constexpr = x_layout(W, V, N)
+    OUTS: gl.constexpr = R // 2 if GATE else R
+    Y: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, gl.num_warps()], [0, 1])
     tile = gl.program_id(1)
     if EXPERTS:
         _store_loads(owners_ptr, loads_ptr, num_pairs, EXPERTS, BINS, PAIRS)
@@ -118,6 +103,8 @@ def _experts_mma_kernel(
     if owner < 0:
         return
     expert = owner.to(gl.int64)
+    inner = outs // 2 if GATE else outs
+    start = gl.program_id(0) * OUTS
     # columns without a pair read what another column reads
     row = gl.where(pairs < num_pairs, pairs, first) // pairs_of_row
     row = gl.expand_dims(gl.expand_dims(gl.expand_dims(row, 0), 1), 2)
@@ -125,7 +112,7 @@ def _experts_mma_kernel(
         x_ptr, norm_ptr, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, scale_ptr, row, expert, owners_ptr, start,
         inner, outs, first // pairs_of_row, eps,
         SIZE, GROUP, SCALES, E8M0, EXACT, SMALL, ZEROS, NORM, ROW_SCALES, False, 0, GATE, ASM, W, R, N, AHEAD, X,
-        X_AHEAD, COPIES,
+        COPIES, V,
     )  # fmt: skip
     pair = gl.expand_dims(gl.convert_layout(pairs, gl.SliceLayout(0, Y)), 0)
     here = pair < num_pairs
@@ -168,11 +155,8 @@ def grouped_mma(
     scale: Tensor | None = None,
     scale_first: bool = False,
     loads: Tensor | None = None,
-    fetches: bool = False,
 ) -> Tensor:
     """Computes `grouped_linear` with these weights. form: of them. A map has tiles of 8 or 16 pairs.
-
-    fetches: the kernel before has waited for `mapped`, and announces this one after that: codes are fetched meanwhile.
 
     norm: x is normalised first, of MOST_ALONE bfloat16 rows at most without a map; its weight may be float32. Raises
     ValueError for other shapes, dtypes and layouts.
@@ -205,9 +189,8 @@ def grouped_mma(
         num_pairs, outs, num_pairs // rows, 0.0 if norm is None else norm.eps,
         N=columns, GATE=int(gate), BIAS=bias is not None, SCALE=scale is not None, SCALE_FIRST=scale_first,
         TOP_K=top_k, K_TILE=next_power_of_2(max(top_k, 1)), ALONE=is_alone, NORM=norm is not None,
-        FETCH=fetched_steps(weights, tiling) if fetches else 0, ALL=num_experts,
         EXPERTS=num_experts if counts else 0, BINS=next_power_of_2(num_experts + 1),
         PAIRS=next_power_of_2(max(num_pairs, 16)) if counts else 16,
-        **constants(x, weights, form, tiling, columns),
+        **constants(x, weights, form, tiling),
     )  # fmt: skip
     return out

@@ -6,14 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockyard.kernels.int_math import ceil_div
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 from blockyard.kernels.quantized.packed_weights import Codes, PackedWeights
 from blockyard.kernels.quantized.unpack_assembly import unpack_assembly
 
 CHUNK = 32  # inputs that a thread reads at once
-BLOCK = 128  # inputs of a warp in a step
-FETCHED = 4  # steps whose codes are fetched before a kernel waits
 LAST = 128  # groups of a multiple of so many inputs: their scales multiply sums
 
 
@@ -23,10 +20,10 @@ class MmaTiling:
 
     out_tile: int  # rows of the weight that a program reads, at least 16: gate and up of half as many outputs
     warps: int
-    ahead: int  # steps whose codes are loaded before they are used; at least 1
-    inputs_ahead: int = 0  # 1: their inputs, too, as always in tiles of 8 pairs; more pairs take many registers
+    ahead: int  # steps whose codes are loaded before they are used; at least 1. In tiles of 8 pairs inputs are, too
     registers: int = 0  # of a thread at most: fewer of them let more programs run at a time; 0: as compiled
     copies: int = 0  # 1: codes wait in shared memory, and take no registers until they are used
+    row_warps: int = 1  # so many times more warps share the rows: inputs are fetched once for more rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +60,7 @@ def pointers(weights: PackedWeights) -> list[Tensor]:
     return [codes, *(codes if one is None else one for one in (weights.scales, weights.zeros, weights.row_scales))]
 
 
-def constants(x: Tensor, weights: PackedWeights, form: MmaForm, tiling: MmaTiling, columns: int) -> dict[str, Any]:
+def constants(x: Tensor, weights: PackedWeights, form: MmaForm, tiling: MmaTiling) -> dict[str, Any]:
     pdl = supports_pdl(x.device)
     return {
         "SIZE": weights.inputs,
@@ -78,18 +75,13 @@ def constants(x: Tensor, weights: PackedWeights, form: MmaForm, tiling: MmaTilin
         "R": tiling.out_tile,
         "W": tiling.warps,
         "AHEAD": tiling.ahead,
-        "X_AHEAD": columns == 8 or tiling.inputs_ahead > 0,
         "PDL": pdl,
         "COPIES": tiling.copies > 0,
-        "num_warps": tiling.warps,
+        "V": tiling.row_warps,
+        "num_warps": tiling.warps * tiling.row_warps,
         "maxnreg": tiling.registers or None,
         **pdl_options(pdl),
     }
-
-
-def fetched_steps(weights: PackedWeights, tiling: MmaTiling, top_k: int = 1) -> int:
-    """top_k: experts that a program multiplies."""
-    return min(ceil_div(ceil_div(weights.inputs, BLOCK) * top_k, tiling.warps), FETCHED)
 
 
 def check_operands(

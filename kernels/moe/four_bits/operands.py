@@ -1,10 +1,12 @@
-"""Both operands of a product on tensor cores, of weights with codes of 4 bits: a block of 128 inputs for each warp.
+"""Both operands of a product on tensor cores, of weights with codes of 4 bits: a block of 128 inputs for each warp,
+or for several, which have other rows of the weight.
 
 Of a block, each of the four threads that share a row of an operand has 32 adjacent inputs: it reads their codes, 16
 bytes, at once, and most groups have one scale for all of them. Which inputs meet in one instruction is the same in both
 operands, and a sum does not depend on it otherwise.
 
-Shapes: W warps, R rows of the weight, a multiple of 16, and N columns, a multiple of 8. Words have 8 codes.
+Shapes: W blocks of inputs, R rows of the weight, a multiple of 16, and N columns, a multiple of 8. Words have 8 codes.
+V warps share the rows of a block, and read the same inputs, which only the first of them has to fetch to the L1 cache.
 """
 
 from triton.experimental import gluon
@@ -22,19 +24,27 @@ def _bits(size: int, dim: int, first: int = 1) -> list[list[int]]:
 
 
 @gluon.constexpr_function
-def code_layout(warps: int, rows: int) -> gl.DistributedLinearLayout:
+def code_layout(warps: int, row_warps: int, rows: int) -> gl.DistributedLinearLayout:
     """Of words [W, R, 4, 4]: a thread has all of the last dimension."""
-    registers = _bits(4, 3) + _bits(rows, 1, 8)
+    registers = _bits(4, 3) + _bits(16, 1, 8) + _bits(rows, 1, 16 * row_warps)
     threads = _bits(4, 2) + _bits(8, 1)
-    return gl.DistributedLinearLayout(registers, threads, _bits(warps, 0), [], [warps, rows, 4, 4])
+    split = _bits(16 * row_warps, 1, 16) + _bits(warps, 0)
+    return gl.DistributedLinearLayout(registers, threads, split, [], [warps, rows, 4, 4])
 
 
 @gluon.constexpr_function
-def x_layout(warps: int, columns: int) -> gl.DistributedLinearLayout:
-    """Of inputs [W, 4, 32, N]: a thread has all of the third dimension."""
+def x_layout(warps: int, row_warps: int, columns: int) -> gl.DistributedLinearLayout:
+    """Of inputs [W, 4, 32, N]: a thread has all of the third dimension, and warps of other rows have the same."""
     registers = _bits(32, 2) + _bits(columns, 3, 8)
     threads = _bits(4, 1) + _bits(8, 3)
-    return gl.DistributedLinearLayout(registers, threads, _bits(warps, 0), [], [warps, 4, 32, columns])
+    split = [[0, 0, 0, 0]] * (row_warps.bit_length() - 1) + _bits(warps, 0)
+    return gl.DistributedLinearLayout(registers, threads, split, [], [warps, 4, 32, columns])
+
+
+@gluon.constexpr_function
+def sum_layout(warps: int, row_warps: int) -> gl.NVMMADistributedLayout:
+    """Of sums [W, R, N]."""
+    return gl.NVMMADistributedLayout([2, 0], [warps, row_warps, 1], [1, 16, 8])
 
 
 @gluon.jit
@@ -153,10 +163,10 @@ def load_norm(norm_ptr, step, SIZE: gl.constexpr, W: gl.constexpr, X: gl.constex
 
 
 @gluon.jit
-def inverse_length(x_ptr, row, eps, SIZE: gl.constexpr, W: gl.constexpr):
+def inverse_length(x_ptr, row, eps, SIZE: gl.constexpr):
     """What an RMSNorm multiplies the inputs of a row by, beside its weight."""
-    TILE: gl.constexpr = 256 * W
-    col = gl.arange(0, TILE, gl.BlockedLayout([8], [32], [W], [0]))
+    TILE: gl.constexpr = 256 * gl.num_warps()
+    col = gl.arange(0, TILE, gl.BlockedLayout([8], [32], [gl.num_warps()], [0]))
     squares = gl.zeros_like(col).to(gl.float32)
     for start in gl.static_range(0, SIZE, TILE):
         x = gl.load(x_ptr + row.to(gl.int64) * SIZE + start + col, mask=start + col < SIZE, other=0.0).to(gl.float32)

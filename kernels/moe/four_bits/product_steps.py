@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from blockyard.kernels.moe.four_bits.operands import (
     along_2,
-    along_3,
     block_of,
     code_layout,
     code_places,
@@ -24,9 +23,9 @@ from blockyard.kernels.moe.four_bits.operands import (
     load_norm,
     load_x,
     right_operand,
+    sum_layout,
     weight_rows,
 )
-from blockyard.kernels.programmatic_launch import prefetch
 from blockyard.kernels.quantized.unpack_tiles import scale_numbers
 
 # Triton 3.6 has it by another name
@@ -34,35 +33,14 @@ _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_
 
 
 @gluon.jit
-def fetch_steps(
-    codes_ptr, scales_ptr, expert, experts_ptr, start, inner, outs,
-    SIZE: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, TOP_K: gl.constexpr, EXPERTS: gl.constexpr,
-    COUNT: gl.constexpr, GATE: gl.constexpr, W: gl.constexpr, R: gl.constexpr,
-):  # fmt: skip
-    """Fetches the codes of the first COUNT steps to the L2 cache, and the scales of the first. Experts may be those of
-    another step: then it is in vain."""
-    S: gl.constexpr = gl.SliceLayout(3, code_layout(W, R))
-    BLOCKS: gl.constexpr = (SIZE + 127) // 128
-    row = weight_rows(along_3(R, 1, S), start, inner, GATE)
-    for step in gl.static_range(COUNT):
-        block, own, _ = block_of(step, along_3(W, 0, S), expert, experts_ptr, BLOCKS, W, TOP_K)
-        own = gl.minimum(gl.maximum(own, 0), EXPERTS - 1) * outs
-        chunk = gl.minimum(block * 4 + along_3(4, 2, S), SIZE // 32 - 1)
-        prefetch(codes_ptr + own * (SIZE // 8) + (row * (SIZE // 8) + chunk * 4))
-        if SCALES and step == 0:
-            GROUPS: gl.constexpr = (SIZE + GROUP - 1) // GROUP
-            prefetch(scales_ptr + own * GROUPS + (row * GROUPS + chunk * 32 // GROUP))
-
-
-@gluon.jit
 def _load_step(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, step, row, expert, experts_ptr, start, inner, outs,
     SIZE: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, ZEROS: gl.constexpr, TOP_K: gl.constexpr,
     GATE: gl.constexpr, W: gl.constexpr, R: gl.constexpr, L: gl.constexpr, X: gl.constexpr,
-    X_AHEAD: gl.constexpr, COPIES: gl.constexpr,
+    COPIES: gl.constexpr,
 ):  # fmt: skip
     """What is read of a weight for a step: words without COPIES, then scales and zeros, if words have some of their
-    own; at last the inputs with X_AHEAD."""
+    own; at last the inputs, if they are few. More would take so many registers that fewer programs run at a time."""
     loaded = ()
     if not COPIES:
         places = code_places(codes_ptr, step, expert, experts_ptr, start, inner, outs, SIZE, TOP_K, GATE, W, R, L)
@@ -75,7 +53,7 @@ def _load_step(
     if ZEROS:
         zero = load_factors(zeros_ptr, step, expert, experts_ptr, start, inner, outs, SIZE, GROUP, TOP_K, GATE, W, R, L)
         loaded = loaded + (zero,)  # type: ignore[assignment]  # noqa: RUF005
-    if X_AHEAD:
+    if X.shape[3] == 8:
         loaded = loaded + (load_x(x_ptr, row, step, experts_ptr, SIZE, TOP_K, W, X),)  # type: ignore[assignment]  # noqa: RUF005
     return loaded
 
@@ -112,10 +90,10 @@ def _add_step(
     SIZE: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, E8M0: gl.constexpr, EXACT: gl.constexpr,
     SMALL: gl.constexpr, ZEROS: gl.constexpr, NORM: gl.constexpr, ROW_SCALES: gl.constexpr, SCALE: gl.constexpr,
     TOP_K: gl.constexpr, GATE: gl.constexpr, ASM: gl.constexpr, W: gl.constexpr, R: gl.constexpr, N: gl.constexpr,
-    C: gl.constexpr, X: gl.constexpr, X_AHEAD: gl.constexpr,
+    C: gl.constexpr, X: gl.constexpr,
 ):  # fmt: skip
     """total [W, R, N] and the products of what `_load_step` has loaded."""
-    x = loaded[-1] if X_AHEAD else load_x(x_ptr, row, step, experts_ptr, SIZE, TOP_K, W, X)
+    x = loaded[-1] if N == 8 else load_x(x_ptr, row, step, experts_ptr, SIZE, TOP_K, W, X)
     if NORM:
         x = (x * load_norm(norm_ptr, step, SIZE, W, X)).to(x_ptr.dtype.element_ty)
     left = left_operand(
@@ -150,12 +128,12 @@ def add_steps(
     SIZE: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, E8M0: gl.constexpr, EXACT: gl.constexpr,
     SMALL: gl.constexpr, ZEROS: gl.constexpr, NORM: gl.constexpr, ROW_SCALES: gl.constexpr, SCALE: gl.constexpr,
     TOP_K: gl.constexpr, GATE: gl.constexpr, ASM: gl.constexpr, W: gl.constexpr, R: gl.constexpr, N: gl.constexpr,
-    AHEAD: gl.constexpr, X: gl.constexpr, X_AHEAD: gl.constexpr, COPIES: gl.constexpr,
+    AHEAD: gl.constexpr, X: gl.constexpr, COPIES: gl.constexpr, V: gl.constexpr,
 ):  # fmt: skip
     """The sums of a program's rows of a weight and columns, float32 [R, N]. With TOP_K of that many experts. With NORM
     all columns are of row `first_row`."""
-    C: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
-    L: gl.constexpr = code_layout(W, R)
+    C: gl.constexpr = sum_layout(W, V)
+    L: gl.constexpr = code_layout(W, V, R)
     BLOCKS: gl.constexpr = (SIZE + 127) // 128
     STEPS: gl.constexpr = (BLOCKS * (TOP_K if TOP_K else 1) + W - 1) // W
     total = gl.zeros([W, R, N], gl.float32, C)
@@ -174,16 +152,16 @@ def add_steps(
     for step in gl.static_range(KEPT):
         one = _load_step(
             x_ptr, codes_ptr, scales_ptr, zeros_ptr, step, row, expert, experts_ptr, start, inner, outs,
-            SIZE, GROUP, SCALES, ZEROS, TOP_K, GATE, W, R, L, X, X_AHEAD, COPIES,
+            SIZE, GROUP, SCALES, ZEROS, TOP_K, GATE, W, R, L, X, COPIES,
         )  # fmt: skip
         waiting = waiting + (one,)  # type: ignore[assignment]  # noqa: RUF005
     length = 1.0
     if NORM:  # while the first steps are loaded
-        length = inverse_length(x_ptr, first_row, eps, SIZE, W)
+        length = inverse_length(x_ptr, first_row, eps, SIZE)
     for step in range(STEPS - KEPT):
         one = _load_step(
             x_ptr, codes_ptr, scales_ptr, zeros_ptr, step + KEPT, row, expert, experts_ptr, start, inner, outs,
-            SIZE, GROUP, SCALES, ZEROS, TOP_K, GATE, W, R, L, X, X_AHEAD, COPIES,
+            SIZE, GROUP, SCALES, ZEROS, TOP_K, GATE, W, R, L, X, COPIES,
         )  # fmt: skip
         now = waiting[0]  # type: ignore[misc]
         if COPIES:
@@ -200,7 +178,6 @@ def add_steps(
             total, now, x_ptr, norm_ptr, scales_ptr, row_scales_ptr, scale_ptr, row, step, expert, experts_ptr,
             start, inner, outs,
             SIZE, GROUP, SCALES, E8M0, EXACT, SMALL, ZEROS, NORM, ROW_SCALES, SCALE, TOP_K, GATE, ASM, W, R, N, C, X,
-            X_AHEAD,
         )  # fmt: skip
         waiting = waiting[1:] + (one,)  # type: ignore[assignment]  # noqa: RUF005
     for i in gl.static_range(KEPT):
@@ -212,7 +189,6 @@ def add_steps(
             total, now, x_ptr, norm_ptr, scales_ptr, row_scales_ptr, scale_ptr, row, STEPS - KEPT + i, expert,
             experts_ptr, start, inner, outs,
             SIZE, GROUP, SCALES, E8M0, EXACT, SMALL, ZEROS, NORM, ROW_SCALES, SCALE, TOP_K, GATE, ASM, W, R, N, C, X,
-            X_AHEAD,
         )  # fmt: skip
     sums = gl.sum(total, 0)
     if SMALL:

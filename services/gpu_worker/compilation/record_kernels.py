@@ -21,7 +21,7 @@ from blockyard import kernels
 from blockyard.kernels.layers.linear_skinny import MAX_ROWS
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.lora.adapter_table import AdapterTiles
-from blockyard.kernels.lora.adapter_tiles import FEW_ROWS, LARGE_TILE, MANY_ROWS, rows_of_tile
+from blockyard.kernels.lora.adapter_tiles import FEW_ROWS, LARGE_TILE, MANY_ROWS, TILE, rows_of_tile
 from blockyard.kernels.moe.map_experts import FEW_PAIRS
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses, num_processes
 from blockyard.services.gpu_worker.compilation.kernel_claims import KernelClaims
@@ -40,6 +40,7 @@ from blockyard.services.gpu_worker.execution.cuda.prefill_sizes import descripto
 from blockyard.services.gpu_worker.execution.cuda.prefill_steps import BatchDescriptor, PrefillStep, write_padding
 from blockyard.services.gpu_worker.execution.prompt_logprobs import DevicePromptLogprobs, ScoredPrompt
 from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.layers.linear import OrderedProduct
 from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
 from blockyard.services.gpu_worker.memory import KVMemoryNeed
 from blockyard.services.gpu_worker.models.interface import Model
@@ -125,6 +126,7 @@ def _launch_steps(model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, num_e
     if model.adapter_rows.tile_rows is not None:
         if not need.batch_invariant:
             _launch_fused(model, steps)
+        _launch_ordered(model, steps, batch_invariant=need.batch_invariant)
         _launch_tiles(model, model.adapter_rows.tile_rows, adapted.hidden, most)
     for descriptor in _descriptors(steps, most, settings.serves_adapters):
         words = torch.empty(sum(descriptor.parts), dtype=torch.int64)
@@ -148,9 +150,22 @@ def _launch_fused(model: Model, steps: DecodeSteps) -> None:
         with ExitStack() as stack:
             for linear in model.linears():
                 product = partial(_multiply_nothing, linear.shape[1])
-                stack.enter_context(linear.only_fused({size.rows: product for size in sizes if is_fused}))
+                stack.enter_context(linear.only_kernels({size.rows: product for size in sizes if is_fused}))
             for size in sizes:
                 steps.forward(size)
+
+
+def _launch_ordered(model: Model, steps: DecodeSteps, *, batch_invariant: bool) -> None:
+    """Launches rows with adapters behind ordered products, which the tuner may install later, too."""
+    adapted = (size for size in steps.sizes if size.is_adapted)
+    tiled = (size for size in adapted if rows_of_tile(size.rows, batch_invariant=batch_invariant) == TILE)
+    if (size := next(tiled, None)) is None:
+        return
+    with ExitStack() as stack:
+        for linear in model.linears():
+            product = OrderedProduct(partial(_multiply_nothing, linear.shape[1]))
+            stack.enter_context(linear.only_kernels({}, {size.rows: product}))
+        steps.forward(size)
 
 
 def _launch_tiles(model: Model, tile_rows: Callable[[Tensor], AdapterTiles], hidden: Tensor, most: int) -> None:

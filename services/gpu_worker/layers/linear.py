@@ -10,6 +10,7 @@ group. Without the copy they did, because the alignment differed.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +44,19 @@ class FusedProduct(Protocol):
         place, if given."""
 
 
+@dataclass(frozen=True, slots=True)
+class OrderedProduct:
+    """A product of a kernel that lets the next one begin only when all before it have ended, or when it has itself.
+
+    The next kernel may therefore read the product's inputs at once.
+    """
+
+    product: Product
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.product(x)
+
+
 class AdaptedRows(Protocol):
     """Adds the products of adapters to rows of a layer's product."""
 
@@ -50,8 +64,9 @@ class AdaptedRows(Protocol):
     def is_active(self) -> bool:
         """Whether a row of this step has an adapter."""
 
-    def start(self, x: Tensor) -> AddTo:
+    def start(self, x: Tensor, *, is_ordered: bool = False) -> AddTo:
         """Begins the products of x [rows, in]; call it before the layer's own product, whose weights load meanwhile.
+        is_ordered: that is an `OrderedProduct`.
 
         Returns what adds them to out [rows, out], in place, and returns out; of a head, with further columns behind it
         where adapters add tokens.
@@ -209,14 +224,18 @@ class Linear:
         return self._adapted.fused(product)
 
     @contextmanager
-    def only_fused(self, fused: Mapping[int, FusedProduct]) -> Iterator[None]:
-        """Meanwhile these are the fused kernels by number of rows, if the layer asks for some. For launches that are
-        recorded."""
-        before, self._fused = self._fused, {} if self.fusion is Fusion.NONE else fused
+    def only_kernels(
+        self, fused: Mapping[int, FusedProduct], products: Mapping[int, Product] | None = None
+    ) -> Iterator[None]:
+        """Meanwhile these are the fused kernels by number of rows, if the layer asks for some, and these the others;
+        None: those there are. For launches that are recorded."""
+        before = self._fused, self._products
+        self._fused = {} if self.fusion is Fusion.NONE else fused
+        self._products = self._products if products is None else products
         try:
             yield
         finally:
-            self._fused = before
+            self._fused, self._products = before
 
     @property
     def step_rounding(self) -> InputRounding | None:
@@ -227,7 +246,7 @@ class Linear:
         product = self._products.get(x.shape[0], self._default)
         if self._adapted is None or not self._adapted.is_active:
             return product(x) if self._join is None else self._join(product(x))
-        add_to = self._adapted.start(x)
+        add_to = self._adapted.start(x, is_ordered=isinstance(product, OrderedProduct))
         out = add_to(product(x))
         if self._join is not None:
             out = self._join(out)

@@ -1,6 +1,6 @@
 """Kernels of weights of 4 and 8 bits in blocks, with inputs as they are. Imports Triton: for GPUs only.
 
-Beside the method's own product: the skinny GEMM for few rows, the GEMM whose codes never leave registers for up to 32,
+Beside the method's own product: the skinny GEMM for few rows, the GEMM whose codes never leave registers for up to 16,
 the GEMM of Hopper's warp groups from nine rows on, or the stream-K GEMM, and for many rows cuBLAS with a weight that is
 unpacked first.
 """
@@ -54,12 +54,11 @@ SKINNY_TILES = {
 # the same of weights of 4 bits, for its fused forms: each takes seconds to compile
 SKINNY_BESIDE_MMA = {1: ((8, 512, 2, 4), (8, 512, 4, 4), (16, 512, 2, 8), (8, 1024, 2, 8))}
 MMA_ALONE = 8  # rows, up to which the stream-K GEMM took twice as long
-# most rows -> candidates: out_tile, warps, steps loaded before the PDL wait
-MMA_TILES = {
-    16: ((16, 4, 4), (32, 4, 1), (32, 4, 2), (32, 4, 4), (16, 8, 2), (16, 8, 4), (32, 8, 2), (32, 8, 4), (16, 4, 1),
-         (16, 4, 7), (64, 4, 2)),
-    MAX_ROWS: ((16, 4, 4), (32, 4, 1), (32, 4, 2), (32, 8, 2), (16, 8, 2)),
-}  # fmt: skip
+# candidates for up to MAX_ROWS rows: out_tile, warps, steps loaded before the PDL wait
+MMA_TILES = (
+    *((16, 4, 4), (32, 4, 1), (32, 4, 2), (32, 4, 4), (16, 8, 2), (16, 8, 4), (32, 8, 2), (32, 8, 4), (16, 4, 1)),
+    *((16, 4, 7), (64, 4, 2)),
+)
 # most rows -> candidates: out_tile, row_tile, in_tile, stages, warps
 TILES: dict[int, tuple[Tile, ...]] = {
     16: ((64, 16, BLOCK, 4, 4), (64, 16, BLOCK, 6, 4), (128, 16, BLOCK, 4, 4), (128, 16, BLOCK, 4, 8),
@@ -72,8 +71,7 @@ TILES: dict[int, tuple[Tile, ...]] = {
 }  # fmt: skip
 # the same of the stream-K GEMM beside that of warp groups: for few outputs, of which that GEMM has few tiles
 TILES_BESIDE_WGMMA: dict[int, tuple[Tile, ...]] = {
-    16: ((64, 16, BLOCK, 4, 4),),
-    32: ((64, 32, BLOCK, 4, 4), (64, 32, BLOCK, 6, 4)),
+    32: (),
     64: ((64, 64, BLOCK, 4, 4),),
     128: ((64, 128, BLOCK, 3, 4),),
     256: ((128, 128, BLOCK, 3, 8),),
@@ -81,9 +79,9 @@ TILES_BESIDE_WGMMA: dict[int, tuple[Tile, ...]] = {
 # most rows -> candidates: row_tile, stages, warps
 WGMMA_TILES = {
     16: ((16, 6, 16),),
-    32: ((32, 6, 16), (32, 6, 8)),
-    64: ((64, 5, 16), (64, 5, 8)),
-    256: ((128, 4, 8), (64, 5, 16)),
+    32: ((32, 6, 16),),
+    64: ((64, 5, 8), (64, 5, 16)),
+    256: ((128, 4, 8),),
 }
 BATCH_INVARIANT = (64, 32, BLOCK, 4, 4)  # as in TILES, for any number of rows
 UNPACKED = KernelConfig("unpacked")
@@ -110,10 +108,7 @@ class BlockProducts:
         ]
         if in_registers:
             row_tile = mma_row_tile(rows)
-            made += [
-                KernelConfig("mma", out, row_tile, BLOCK, ahead, warps)
-                for out, warps, ahead in of_rows(rows, MMA_TILES)
-            ]
+            made += [KernelConfig("mma", out, row_tile, BLOCK, ahead, warps) for out, warps, ahead in MMA_TILES]
         if in_registers and rows <= MMA_ALONE:
             return made
         tiles = TILES
@@ -126,14 +121,14 @@ class BlockProducts:
         return [*made, UNPACKED] if rows > 64 else made
 
     def _of_warp_groups(self, layer: LinearShape, rows: int) -> list[KernelConfig]:
-        """With as many parts of each tile as there are multiprocessors for, and with half of them. Where each tile has
-        one program, the steps of all tiles may be divided among the multiprocessors instead."""
+        """With as many parts of each tile as there are multiprocessors for. Where that is one, the multiprocessors may
+        share the steps of all tiles instead."""
         made = []
         out_tile = linear_blocks_wgmma.OUT_TILE
         for row_tile, stages, warps in of_rows(rows, WGMMA_TILES):
             tiles = ceil_div(layer.out_features, out_tile) * ceil_div(rows, row_tile)
             most = max(min(self._processors // tiles, layer.in_features // BLOCK // FEWEST_BLOCKS), 1)
-            splits = (most, most // 2) if most > 1 else (1, 0)
+            splits = (most,) if most > 1 else (1, 0)
             made += [KernelConfig("wgmma", out_tile, row_tile, BLOCK, stages, warps, split) for split in splits]
         return made
 

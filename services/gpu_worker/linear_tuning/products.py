@@ -14,7 +14,14 @@ from blockyard.kernels.layers.linear_skinny import linear_skinny
 from blockyard.kernels.layers.linear_stream_k import ALIGNMENT, Tiling, Workspace, linear_stream_k
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.programmatic_launch import supports_pdl
-from blockyard.services.gpu_worker.layers.linear import FusedProduct, Linear, Product, RoundedProduct, dense_linear
+from blockyard.services.gpu_worker.layers.linear import (
+    FusedProduct,
+    Linear,
+    OrderedProduct,
+    Product,
+    RoundedProduct,
+    dense_linear,
+)
 from blockyard.services.gpu_worker.linear_tuning import kernel_configs
 from blockyard.services.gpu_worker.linear_tuning.block_products import BlockProducts
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import CUBLAS, KernelConfig, LinearShape
@@ -112,7 +119,7 @@ class DenseProducts:
             return self.fused(config, method)
         weight, bias = _dense(method).weight, _dense(method).bias
         workspace, split, tiling = self._workspace, config.split, self._tiling(config)
-        return lambda x: linear_stream_k(x, weight, bias, tiling, workspace, split)
+        return OrderedProduct(lambda x: linear_stream_k(x, weight, bias, tiling, workspace, split))
 
     def _tiling(self, config: KernelConfig) -> Tiling:
         pdl = self._pdl

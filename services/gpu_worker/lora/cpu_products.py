@@ -55,7 +55,7 @@ class CpuAdaptedRows:
     def fused(self, product: FusedProduct) -> None:
         """No kernel is fused on the CPU."""
 
-    def start(self, x: Tensor) -> AddTo:
+    def start(self, x: Tensor, *, is_ordered: bool = False) -> AddTo:
         """Nothing runs beside the layer's own product, so all of it is done behind that."""
         return partial(self._add, x)
 

@@ -35,7 +35,7 @@ def test_decodes_as_compiled_for_an_h100(tmp_path: Path) -> None:
 def test_both_kinds_of_numbers(dtype: torch.dtype, kv_dtype: torch.dtype, in_kernel: bool) -> None:
     torch.manual_seed(1)
     case = Case((700, 0, 1, 64, 129), dtype=dtype, kv_dtype=kv_dtype, in_kernel=in_kernel)
-    for heads, kv_heads in ((8, 1), (4, 2), (10, 2), (3, 3)):
+    for heads, kv_heads in ((8, 1), (4, 2), (10, 2), (3, 3), (16, 1), (22, 2)):
         for block_size in (8, 16, 64):
             for head_dim in (64, 128):
                 one = replace(case, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size)

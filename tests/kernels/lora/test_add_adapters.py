@@ -12,7 +12,7 @@ from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.lora import add_adapters as file
 from blockyard.kernels.lora.adapter_table import AdapterTable, add_adapters_reference
 from blockyard.kernels.lora.adapter_tiles import tile_rows
-from blockyard.kernels.lora.add_adapters import add_adapters
+from blockyard.kernels.lora.add_adapters import add_adapters, start_adapters
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -42,6 +42,10 @@ def test_against_the_reference(
         assert torch.equal(wide[:, [0, -1]], before[:, [0, -1]]), "nothing beside the rows is written"
         without = chosen < 0
         assert torch.equal(out[without], before[:, 1:-1][without]), "rows without an adapter keep their bits"
+        tiles = tile_rows(chosen, len(ranks))
+        again = before.clone()[:, 1:-1]
+        start_adapters(x, chosen, table, tiles=tiles, is_ordered=True)(again)
+        assert torch.equal(again, out)
         error = float((out.double() - want.double()).norm() / want.double().norm().clamp_min(1e-12))
         assert error <= ERROR[dtype], f"relative error {error}"
         changes = [place for place in places if place >= 0 and (any(ranks[place]) or bias)]
@@ -68,12 +72,13 @@ def test_tiles_of_a_step(rows: int, dtype: torch.dtype) -> None:
 def test_programs_share_tiles(rows: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program has tiles of rows, splits of inputs and tiles of outputs in a row, some of them in several parts; ranks
     up to 32 and more, of which some are no multiples of wide loads."""
-    for name in ("_PROGRAMS", "_SHRINK_PROGRAMS", "_SMALL_PROGRAMS"):
+    for name in ("_PROGRAMS", "_SHRINK_PROGRAMS", "_FEW_PROGRAMS"):
         monkeypatch.setattr(file, name, programs)
     table = make_table([[16, 1], [0, 0], [3, 40], [136, 5]], [400, 16], 600, torch.float16, bias=True)
     chosen = torch.tensor([(0, 2, -1, 3, 1)[row % 5] for row in range(rows)], dtype=torch.int32, device=DEVICE)
     x, out = (torch.randn(rows, size, device=DEVICE).half() for size in (600, 416))
-    for norm in (None, RMSNorm(torch.rand(600, device=DEVICE) + 0.5, 1e-5)):
+    for norm, few in ((None, 0), (None, 416), (RMSNorm(torch.rand(600, device=DEVICE) + 0.5, 1e-5), 416)):
+        monkeypatch.setattr(file, "_MANY_OUTPUTS", few)
         got, want = out.clone(), out.clone()
         add_adapters(x, chosen, table, got, tiles=tile_rows(chosen, 4), norm=norm)
         add_adapters_reference(x, chosen, table, want, norm=norm)
@@ -102,8 +107,9 @@ def test_rows_are_normalised_or_gated_as_they_are_read(rows: int, dtype: torch.d
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
+@pytest.mark.parametrize("is_ordered", [False, True])
 @pytest.mark.parametrize("rows", [2, 64, 300])
-def test_a_captured_step_has_the_adapters_of_each_replay(rows: int) -> None:
+def test_a_captured_step_has_the_adapters_of_each_replay(rows: int, *, is_ordered: bool) -> None:
     """Kernels read places and tiles of a step before the product that they add to has ended."""
     table = make_table([[16, 8], [64, 3], [0, 20]], [256, 128], 512, torch.bfloat16)
     x, weight = torch.randn(rows, 512, device=DEVICE).bfloat16(), torch.randn(384, 512, device=DEVICE).bfloat16() / 23
@@ -112,8 +118,9 @@ def test_a_captured_step_has_the_adapters_of_each_replay(rows: int) -> None:
     def step() -> None:
         places = chosen.clone()
         tiles = tile_rows(places, 3)
+        add_to = start_adapters(x, places, table, tiles=tiles, is_ordered=is_ordered)
         torch.mm(x, weight.T, out=out)
-        add_adapters(x, places, table, out, tiles=tiles)
+        add_to(out)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -259,6 +266,6 @@ file.add_adapters(x, ints(64), table, out, experts=ints(64, 8), weights=weights)
 
 def test_sizes_of_an_8b_model_compile_for_an_h100(tmp_path: Path) -> None:
     found = shared_bytes(LAUNCHES, tmp_path)
-    few = {"shrink_row_kernel", "expand_row_kernel", "shrink_small_kernel", "expand_small_kernel"}
+    few = {"shrink_row_kernel", "expand_row_kernel", "expand_few_kernel"}
     assert {name for name, _ in found} == {"shrink_kernel", "expand_kernel", "map_experts_kernel", *few}
     assert max(size for _, size in found) <= SHARED // 2, "two programs fit a multiprocessor"

@@ -28,11 +28,11 @@ def tiled(owners, num_owners):
     return AdapterTiles(made.pairs, made.experts, made.tile)
 
 
-def check(table, places, tiles, inputs, **options):
+def check(table, places, tiles, inputs, is_ordered=False, **options):
     rows = len(places) if options.get("experts") is None else options["experts"].numel()
     x, out = torch.randn(len(places), inputs).bfloat16(), torch.randn(rows, int(table.sizes.sum())).bfloat16()
     got, want = out.clone(), out.clone()
-    file.add_adapters(x, places, table, got, tiles=tiles, **options)
+    file.start_adapters(x, places, table, tiles=tiles, is_ordered=is_ordered, **options)(got)
     add_adapters_reference(x, places, table, want, **options)
     error = float((got.double() - want.double()).norm() / want.double().norm())
     assert error <= ERROR[torch.bfloat16] and not torch.equal(want, out), error
@@ -47,9 +47,12 @@ for ranks, sizes, inputs in (([[16, 8], [3, 40]], [64, 32], 264), ([[1, 0], [7, 
     check(table, more, tiled(torch.where(more < 0, 2, more)[:, None].int(), 2), inputs)
 """
 OF_SLABS = """
-file._PROGRAMS = file._SHRINK_PROGRAMS = file._SMALL_PROGRAMS = 2
+file._PROGRAMS = file._SHRINK_PROGRAMS = file._BEHIND_PROGRAMS = file._FEW_PROGRAMS = 2
 table = make_table([[16, 8], [3, 136]], [656, 32], 600, torch.bfloat16)
-check(table, more, tiled(torch.where(more < 0, 2, more)[:, None].int(), 2), 600)
+tiles = tiled(torch.where(more < 0, 2, more)[:, None].int(), 2)
+check(table, more, tiles, 600, is_ordered=True)
+file._MANY_OUTPUTS = 0
+check(table, more, tiles, 600)
 """
 OF_EXPERTS = """
 table = in_places(make_table([[16], [8], [3], [0]], [40], 96, torch.bfloat16, bias=True), 2)
@@ -65,8 +68,8 @@ def test_rows_of_layers(tmp_path: Path) -> None:
 
 
 def test_programs_share_tiles(tmp_path: Path) -> None:
-    """Each has several tiles of outputs in a row, which it loads by asynchronous copies."""
-    assert len(shared_bytes(BEGIN + OF_SLABS, tmp_path)) == 2
+    """Each has several tiles of outputs: of few, in turn; of many, in a row, which it loads by asynchronous copies."""
+    assert len(shared_bytes(BEGIN + OF_SLABS, tmp_path)) == 2 * 2
 
 
 def test_pairs_of_experts(tmp_path: Path) -> None:

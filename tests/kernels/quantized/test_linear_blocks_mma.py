@@ -1,4 +1,4 @@
-"""Products of up to 32 rows whose codes of 4 bits stay in registers, against float64: on a GPU, Gluon has no
+"""Products of up to 16 rows whose codes of 4 bits stay in registers, against float64: on a GPU, Gluon has no
 interpreter."""
 
 from pathlib import Path
@@ -57,7 +57,7 @@ def rows_of(rows: int, size: int, dtype: torch.dtype) -> Tensor:
 def test_every_form(form: str, dtype: torch.dtype) -> None:
     """Incomplete tiles of rows, of outputs and of inputs; steps before and in the loop."""
     for tiles in TILES:
-        for rows, outs, size in ((1, 75, 4096), (5, 16, 640), (9, 33, 2176), (16, 130, 128 * 33), (29, 40, 2048)):
+        for rows, outs, size in ((1, 75, 4096), (5, 16, 640), (9, 33, 2176), (16, 130, 128 * 33)):
             weights, x = blocks(form, outs, size), rows_of(rows, size, dtype)
             bias = rows_of(1, outs, dtype)[0]
             assert_close(product(x, weights, bias, tiles), linear_blocks_reference(x, weights, bias))
@@ -99,18 +99,17 @@ def test_scales_of_0_and_huge_ones() -> None:
 
 @on_gpu
 def test_a_row_does_not_depend_on_the_others() -> None:
-    weights, x = blocks("nf4 g64", 50, 512), rows_of(32, 512, torch.bfloat16)
+    weights, x = blocks("nf4 g64", 50, 512), rows_of(16, 512, torch.bfloat16)
     together = product(x, weights)
-    for row in (0, 7, 31):
+    for row in (0, 7, 15):
         assert torch.equal(product(x[row : row + 1], weights), together[row : row + 1])
-    for some in (slice(4, 12), slice(4, 18)):
-        assert torch.equal(product(x[some], weights), together[some])
+    assert torch.equal(product(x[4:12], weights), together[4:12])
     assert product(x[:0], weights).shape == (0, 50)
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    weights, x = blocks("int4 g128", 8, 256), rows_of(33, 256, torch.float16)
-    for some, match in ((x, "over 32"), (x[:1, :128].contiguous(), "do not fit"), (x[:1].float(), "of 16 bits")):
+    weights, x = blocks("int4 g128", 8, 256), rows_of(17, 256, torch.float16)
+    for some, match in ((x, "over 16"), (x[:1, :128].contiguous(), "do not fit"), (x[:1].float(), "of 16 bits")):
         with pytest.raises(ValueError, match=match):
             linear_blocks_mma(some, weights, None, out_tile=16, warps=4, ahead=1, pdl=False)
     with pytest.raises(ValueError, match="of 16 bits"):
@@ -142,7 +141,7 @@ from packed_experts import draw
 from ptx.launches import emulate_launches
 emulate_launches()
 torch.manual_seed(1)
-for form in ("nf4 g64", "int4 g64 uint8 zeros"):
+for form in ("nf4 g64", "int4 g64 uint8 zeros", "int4 g32 float zeros"):
     weights, x = to_blocks(draw(form, 1, 16, 512, "cpu")), torch.randn(3, 512, dtype=torch.bfloat16)
     got = linear_blocks_mma(x, weights, None, out_tile=16, warps=4, ahead=1, pdl=False).double()
     want = linear_blocks_reference(x, weights)
@@ -151,4 +150,4 @@ for form in ("nf4 g64", "int4 g64 uint8 zeros"):
 
 
 def test_a_table_and_zeros_as_compiled_for_an_h100(tmp_path: Path) -> None:
-    assert len(shared_bytes(EMULATED, tmp_path)) == 2
+    assert len(shared_bytes(EMULATED, tmp_path)) == 3

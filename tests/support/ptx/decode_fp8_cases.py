@@ -36,6 +36,7 @@ class Case:
 CASES = (
     Case((70, 0, 3)),
     Case((150,), 8, 1, 64, 8, torch.float8_e5m2, in_kernel=True, has_sinks=True, split=64),
+    Case((33,), 12, 1),
     Case((100, 40), 3, 1, window=50, soft_cap=2.0, size=2.0**70, split=32),
 )
 

@@ -32,7 +32,6 @@ class Case:
     tile: int = 0  # of a map; 0: there is none
     scale_first: bool = False
     normed: bool = False
-    fetches: bool = False
 
 
 def choose(rows: int, device: str) -> Tensor:
@@ -63,7 +62,7 @@ def check_grouped(case: Case, device: str) -> None:
     norm = RMSNorm(torch.rand(case.inputs, device=device), 0.1) if case.normed else None
     got = grouped_mma(
         x, weights, form, mapped, pairs, case.tiling, norm=norm, bias=bias, gate=case.gate, scale=scale,
-        scale_first=case.scale_first, loads=None if case.tile else loads, fetches=case.fetches,
+        scale_first=case.scale_first, loads=None if case.tile else loads,
     )  # fmt: skip
     given = x.float() if norm is None else norm(x.float())
     want = grouped_linear_reference(
@@ -96,14 +95,14 @@ GROUPED = (
     Case(form="int4 g128", rows=2, inputs=288, outs=36, tiling=MmaTiling(16, 2, 1), gate=Gate.SILU, normed=True),
     Case(form="mxfp4", rows=1, inputs=416, outs=38, tiling=MmaTiling(32, 1, 2), gate=Gate.SILU, normed=True),
     Case(form="int4 g128", rows=3, inputs=288, outs=36, tiling=MmaTiling(32, 1, 1), gate=Gate.SILU, tile=8),
-    Case(form="mxfp4", rows=17, inputs=416, outs=22, tiling=MmaTiling(32, 1, 2, 1), tile=16, fetches=True),
-    Case(form="mxfp4", rows=17, inputs=672, outs=22, tiling=MmaTiling(16, 2, 2, 1, 0, 1), tile=16),
-    Case(
-        form="int4 g128", rows=1, inputs=1056, outs=36, tiling=MmaTiling(16, 2, 3, 0, 0, 1), normed=True, gate=Gate.SILU
-    ),
+    Case(form="mxfp4", rows=17, inputs=416, outs=22, tiling=MmaTiling(32, 1, 2), tile=16),
+    Case(form="mxfp4", rows=17, inputs=416, outs=70, tiling=MmaTiling(64, 1, 1, 0, 0, 2), tile=16),
+    Case(form="int4 g128", rows=9, inputs=288, outs=72, tiling=MmaTiling(64, 2, 1, 0, 0, 2), tile=8, gate=Gate.SILU),
+    Case(form="mxfp4", rows=17, inputs=672, outs=22, tiling=MmaTiling(16, 2, 2, 0, 1), tile=16),
+    Case(form="int4 g128", rows=1, inputs=1056, outs=36, tiling=MmaTiling(16, 2, 3, 0, 1), normed=True, gate=Gate.SILU),
 )
 SUMS = (
     Case(form="nf4 g64", rows=2, inputs=288, outs=18, tiling=MmaTiling(16, 2, 1)),
-    Case(form="mxfp4", rows=2, inputs=416, outs=20, tiling=MmaTiling(16, 2, 3, 0, 0, 1)),
+    Case(form="mxfp4", rows=2, inputs=416, outs=20, tiling=MmaTiling(16, 2, 3, 0, 1)),
     Case(form="int4 rows uint8 zeros", rows=1, inputs=256, outs=16, tiling=MmaTiling(16, 4, 2)),
 )

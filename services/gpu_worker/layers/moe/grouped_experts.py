@@ -223,7 +223,7 @@ class GroupedExperts:
             inner = self._gate_up.grouped(x, mapped, num_pairs, tiling, **options)
             return self._down.grouped(inner, mapped, num_pairs, GroupedTiling(*config.down), scale=last)
         inner = self._gate_up.mma(x, mapped, num_pairs, MmaTiling(*config.gate_up), **options)
-        return self._down.mma(inner, mapped, num_pairs, MmaTiling(*config.down), scale=last, fetches=True)
+        return self._down.mma(inner, mapped, num_pairs, MmaTiling(*config.down), scale=last)
 
     def _multiply_many(
         self, config: ExpertConfig, x: Tensor, mapped: ExpertMap, num_pairs: int, weights: Tensor

@@ -30,6 +30,7 @@ class StartAdapters(Protocol):
         tiles: AdapterTiles | None = None,
         norm: RMSNorm | None = None,
         gated: bool = False,
+        is_ordered: bool = False,
     ) -> Callable[[Tensor], None]: ...
 
 
@@ -78,8 +79,10 @@ class DeviceAdaptedRows:
     def only(self, rows: Tensor) -> AbstractContextManager[None]:
         return self.rows.only(rows)
 
-    def start(self, x: Tensor) -> AddTo:
-        add = self.kernels.start(x, self.rows.places, self.table, self.between, tiles=self.rows.tiles)
+    def start(self, x: Tensor, *, is_ordered: bool = False) -> AddTo:
+        add = self.kernels.start(
+            x, self.rows.places, self.table, self.between, tiles=self.rows.tiles, is_ordered=is_ordered
+        )
         return partial(_and_return, add)
 
     def fused(self, product: FusedProduct) -> FusedProduct | None:
@@ -112,8 +115,8 @@ class DeviceAdaptedHead:
     def only(self, rows: Tensor) -> AbstractContextManager[None]:
         return self.linear.only(rows)
 
-    def start(self, x: Tensor) -> AddTo:
-        return partial(self._add, x, self.linear.start(x))
+    def start(self, x: Tensor, *, is_ordered: bool = False) -> AddTo:
+        return partial(self._add, x, self.linear.start(x))  # other kernels follow the product
 
     def _add(self, x: Tensor, add_to: AddTo, out: Tensor) -> Tensor:
         self.linear.kernels.replace_logits(x, self.linear.rows.places, self.tokens, out)

@@ -14,7 +14,9 @@ if torch.cuda.is_available():
 
 ALIGNMENT = 16  # bytes of a row that kernels read at once
 MOST_ROWS = 256  # the weight of a product with more is unpacked first
-CHUNK_BYTES, CHUNK_UNIT = 24 << 20, 128  # of unpacked outputs at a time, and a multiple of so many outputs
+# of unpacked outputs at a time, and a multiple of so many outputs: a product of all is quicker than several whose
+# weights stay in the L2 cache
+CHUNK_BYTES, CHUNK_UNIT = 256 << 20, 128
 ROW_TILES = (16, 32, 64)  # without measured configs; the last one for any number of rows
 OUT_TILE, STAGES, WARPS = 64, 4, 4
 
@@ -55,10 +57,7 @@ class BlockProduct:
         return linear_blocks(x.contiguous(), self.weights, None, tiling, self._space, 1, table=self.table)
 
     def multiply_unpacked(self, x: Tensor, chunk_bytes: int = CHUNK_BYTES) -> Tensor:
-        """The same of x in the order of the columns, with numbers in its dtype, which are made some outputs at a time.
-
-        Chunks have the same memory, so that it stays in the L2 cache.
-        """
+        """The same of x in the order of the columns, with numbers in its dtype, made for some outputs at a time."""
         outputs, inputs = self.weights.outputs, self.weights.inputs
         count = max(min(chunk_bytes // (inputs * x.element_size()) // CHUNK_UNIT * CHUNK_UNIT, outputs), CHUNK_UNIT)
         out = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)

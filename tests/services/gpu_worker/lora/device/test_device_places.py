@@ -297,3 +297,16 @@ def test_products_are_recorded_fused_and_alone() -> None:
     record_kernels._launch_fused(model, steps)
     assert seen == [(8, [True, False]), (1, [True, False]), (8, [False, False]), (1, [False, False])]
     assert linears[0].fused(2) is not None and linears[0].fused(8) is None, "the kernels before are there again"
+
+
+def test_products_are_recorded_behind_ordered_ones() -> None:
+    """Once, of rows in tiles: of fewer, the first product is never launched behind the layer's own."""
+    seen, linear = list[int](), dense_linear(torch.ones(3, 2), fusion=Fusion.NORM)
+    steps, adapted = Mock(), Mock(is_active=True)
+    linear.use({}, fused={16: Mock()})
+    linear.adapt(adapted)
+    steps.sizes = [DecodeSize(rows, False, is_adapted=True) for rows in (1, 16, 32)] + [DecodeSize(8, False)]
+    steps.forward = lambda size: linear.fused(size.rows) or linear(torch.ones(size.rows, 2))
+    adapted.start = lambda x, *, is_ordered: lambda out: seen.append(len(out)) if is_ordered else None
+    record_kernels._launch_ordered(Mock(linears=lambda: [linear]), steps, batch_invariant=False)
+    assert seen == [16] and linear.fused(16) is not None, "the kernels before are there again"
