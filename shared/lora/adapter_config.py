@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -12,6 +13,7 @@ from blockyard.shared.errors import AdapterError
 
 CONFIG_FILE = "adapter_config.json"
 MAX_RANK = 512
+MOST_PATTERNS = 1 << 14  # that a process keeps compiled
 ALL_LINEAR = "all-linear"
 OUTPUT_LAYERS = ("lm_head", "embed_out", "output_layer", "score", "classifier")  # that all-linear leaves out
 
@@ -206,6 +208,12 @@ def _check(config: AdapterConfig) -> None:
             raise AdapterError(f"{CONFIG_FILE}: {pattern.given!r} is not a regular expression: {e}") from e
 
 
+@lru_cache(MOST_PATTERNS)
+def _compiled(expression: str) -> re.Pattern[str]:
+    """`re` keeps 512, and a config may have a pattern for each module."""
+    return re.compile(expression)
+
+
 def _listed(names: Names) -> list[str]:
     return [names] if isinstance(names, str) else names or []
 
@@ -229,6 +237,6 @@ def _is_named(names: list[str] | str, module: str) -> bool:
 def _by_pattern(patterns: Mapping[str, T], module: str, other: T) -> T:
     """The value of the first pattern that a module's name ends with."""
     for pattern, value in patterns.items():
-        if re.match(_ending(pattern), module):
+        if _compiled(_ending(pattern)).match(module):
             return value
     return other

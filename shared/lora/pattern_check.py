@@ -16,11 +16,17 @@ from blockyard.shared.lora.adapter_config import CONFIG_FILE, AdapterConfig
 
 CPU_S = 1  # of all matches of a config ...
 MATCHES_A_S = 50_000  # ... beside that of so many matches; usual ones take a hundredth
+MOST_MATCHES = 10_000_000  # some seconds, of patterns that are names
 _LITERAL = re.compile(r"(?:\w|\\?\.|-)*")  # a name, as nearly all are, is matched quickly
 
 
 def check_patterns(config: AdapterConfig, names: Collection[str]) -> None:
-    """Matches all names in another process, if an expression is more than a name. Raises AdapterError."""
+    """Matches all names in another process, if an expression is more than a name. Raises AdapterError.
+
+    Names are quick, and their number is limited.
+    """
+    if (count := len(config.patterns()) * len(names)) > MOST_MATCHES:
+        raise AdapterError(f"{CONFIG_FILE}: its patterns and {len(names)} modules need {count} matches: too many")
     patterns = [one for one in config.patterns() if not _LITERAL.fullmatch(one.given)]
     if not patterns:
         return
