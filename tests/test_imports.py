@@ -207,10 +207,18 @@ LAYERS["services/bench/parallel"] = ("layouts", "rank_sums", "measures", "items"
 LAYERS["services/bench/suite"] = ("shapes", "served", "measures", "item", "adapters", "pooling", "items", "command")
 LAYERS["services/launcher"] = ("supervision", "models", "sources", "executors", "ports", "serve")
 LAYERS["services/launcher"] += ("rank_host", "multi_host", "batches")
-LAYERS["services/offline"] = ("sampling_params", "answers", "outputs", "prompts", "inflight", "batch", "progress")
+LAYERS["services/offline"] = (
+    "sampling_params",
+    "adapters",
+    "answers",
+    "outputs",
+    "prompts",
+    "inflight",
+    "batch",
+    "progress",
+)
 LAYERS["services/offline"] += (
     "session",
-    "adapters",
     "engine_args",
     "metrics",
     "operations",
@@ -223,6 +231,7 @@ LAYERS["services/offline"] += (
     "llm",
     "commands",
 )
+LAYERS["services/offline/adapters"] = ("requests", "loading")
 LAYERS["services/offline/commands"] = ("tune", "quantize")
 LAYERS["services/offline/external_launcher"] = ("environment", "processes", "following_session")
 LAYERS["services/offline/engines"] = ("live_request", "llm_engine", "async_operations", "async_engine")

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from blockyard.services.launcher.supervision.supervisor import StartFailed
-    from blockyard.services.offline.adapters import LoRARequest, PromptAdapterRequest
+    from blockyard.services.offline.adapters.requests import LoRARequest, PromptAdapterRequest
     from blockyard.services.offline.answers import CompletionToolCall
     from blockyard.services.offline.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from blockyard.services.offline.engine_args import AsyncEngineArgs, EngineArgs
@@ -86,7 +86,6 @@ def __getattr__(name: str) -> object:
     # services import this package too: they must not load the client of the offline API
     from blockyard.services.launcher.supervision import supervisor  # noqa: PLC0415
     from blockyard.services.offline import (  # noqa: PLC0415
-        adapters,
         answers,
         beam_search,
         engine_args,
@@ -95,13 +94,14 @@ def __getattr__(name: str) -> object:
         prompts,
         sampling_params,
     )
+    from blockyard.services.offline.adapters import requests as adapter_requests  # noqa: PLC0415
     from blockyard.services.offline.engines import async_engine  # noqa: PLC0415
     from blockyard.services.offline.pooling import outputs as pooling_outputs  # noqa: PLC0415
     from blockyard.services.offline.pooling import params as pooling_params  # noqa: PLC0415
     from blockyard.shared import errors  # noqa: PLC0415
 
     modules = (
-        *(llm, async_engine, outputs, prompts, beam_search, engine_args, sampling_params, answers, adapters),
-        *(pooling_outputs, pooling_params, errors, supervisor),
+        *(llm, async_engine, outputs, prompts, beam_search, engine_args, sampling_params, answers),
+        *(adapter_requests, pooling_outputs, pooling_params, errors, supervisor),
     )
     return next(getattr(module, name) for module in modules if hasattr(module, name))

@@ -5,8 +5,6 @@ number exactly, and added up in float32; the scales of K and V are factors of a 
 warp attends to its keys.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -28,6 +26,34 @@ _MOST_HEADS = 16  # of a K/V head; the tensor cores' instruction takes 8 at a ti
 _REGISTERS = 128  # of a thread, so that `paged_decode`'s number of programs fit
 _SPLITS_AT_ONCE = 4  # that the last program loads
 _DIMS = (64, 128)
+
+
+@gluon.constexpr_function
+def _key_words(dim: int, keys: int, warps: int) -> gl.DistributedLinearLayout:
+    """How words of keys, [warps, keys, dim // 4], are loaded to be a left operand as they are.
+
+    A thread has 16 adjacent numbers of a key.
+    """
+    own = [[1 << i, 0, 0] for i in range(warps.bit_length() - 1)]
+    far = [[0, 8 << i, 0] for i in range((keys // 8).bit_length() - 1)]
+    halves = [[0, 0, 16 << i] for i in range((dim // 64).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 2], *halves, *far],
+        lane_bases=[[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        warp_bases=own, block_bases=[], shape=[warps, keys, dim // 4],
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def _value_words(dim: int, keys: int, warps: int) -> gl.DistributedLinearLayout:
+    """The same of values, of which a thread has an eighth of the numbers."""
+    own, width = [[1 << i, 0, 0] for i in range(warps.bit_length() - 1)], dim // 32
+    far = [[0, 8 << i, 0] for i in range((keys // 8).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[*([0, 0, 1 << i] for i in range(width.bit_length() - 1)), [0, 1, 0], *far],
+        lane_bases=[[0, 2, 0], [0, 4, 0], [0, 0, width], [0, 0, 2 * width], [0, 0, 4 * width]],
+        warp_bases=own, block_bases=[], shape=[warps, keys, dim // 4],
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -100,10 +126,13 @@ def _paged_decode_fp8_kernel(
     out_ptr, scales_ptr, q_stride, table_stride, max_splits, rows, scale,
     KIND: gl.constexpr, CAP: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
     DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
-    COMBINE_AT_ONCE: gl.constexpr, PDL: gl.constexpr, K_WORDS: gl.constexpr, V_WORDS: gl.constexpr, sinks_ptr=None,
+    COMBINE_AT_ONCE: gl.constexpr, PDL: gl.constexpr, sinks_ptr=None,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
+    # layouts are made here, because Triton cannot record a launch that has them as arguments
+    K_WORDS: gl.constexpr = _key_words(DIM, KEYS, WARPS)
+    V_WORDS: gl.constexpr = _value_words(DIM, KEYS, WARPS)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     PARTS: gl.constexpr = gl.BlockedLayout([WARPS, 1, 4], [1, 128 // DIM, DIM // 4], [1, WARPS, 1], [2, 1, 0])
     STORE: gl.constexpr = gl.SliceLayout(0, PARTS)
@@ -145,29 +174,6 @@ def _paged_decode_fp8_kernel(
         gdc_launch_dependents()
 
 
-@functools.cache
-def _layouts(dim: int, keys: int, warps: int) -> tuple[gl.DistributedLinearLayout, gl.DistributedLinearLayout]:
-    """How words of keys and of values, [warps, keys, dim // 4], are loaded to be operands as they are.
-
-    A thread has 16 adjacent numbers of a key, as a left operand with that width, and an eighth of a value's numbers.
-    """
-    own = [[1 << i, 0, 0] for i in range(warps.bit_length() - 1)]
-    far = [[0, 8 << i, 0] for i in range((keys // 8).bit_length() - 1)]
-    halves = [[0, 0, 16 << i] for i in range((dim // 64).bit_length() - 1)]
-    k = gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [0, 0, 2], *halves, *far],
-        lane_bases=[[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        warp_bases=own, block_bases=[], shape=[warps, keys, dim // 4],
-    )  # fmt: skip
-    width = dim // 32
-    v = gl.DistributedLinearLayout(
-        reg_bases=[*([0, 0, 1 << i] for i in range(width.bit_length() - 1)), [0, 1, 0], *far],
-        lane_bases=[[0, 2, 0], [0, 4, 0], [0, 0, width], [0, 0, 2 * width], [0, 0, 4 * width]],
-        warp_bases=own, block_bases=[], shape=[warps, keys, dim // 4],
-    )  # fmt: skip
-    return k, v
-
-
 _KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
@@ -184,13 +190,12 @@ def launch_decode_fp8(
     """Launches the kernel for checked arguments of `paged_decode`. in_kernel: whether it combines splits."""
     dim, kv_heads = q.shape[2], layer.shape[2]
     group = q.shape[1] // kv_heads
-    k_words, v_words = _layouts(dim, _KEYS, _WARPS)
     _paged_decode_fp8_kernel[(schedule.programs * kv_heads,)](
         q, layer, metadata.tables, schedule.work, schedule.starts, schedule.partial_out, schedule.lse,
         schedule.row_splits, schedule.semaphores, out, rules.kv_scales, q.stride(0), metadata.tables.stride(0),
         schedule.work.shape[1], len(q), rules.power_scale,
         KIND=_KINDS[layer.dtype], CAP=rules.soft_cap or 0.0, GROUP=group, HEADS=8 if group <= 8 else 16,
         KV_HEADS=kv_heads, DIM=dim, BLOCK_SIZE=layer.shape[3], KEYS=_KEYS, WARPS=_WARPS, AHEAD=_AHEAD and group <= 8,
-        COMBINE_AT_ONCE=_SPLITS_AT_ONCE if in_kernel else 0, PDL=pdl, K_WORDS=k_words, V_WORDS=v_words,
+        COMBINE_AT_ONCE=_SPLITS_AT_ONCE if in_kernel else 0, PDL=pdl,
         sinks_ptr=rules.sinks, num_warps=_WARPS, maxnreg=_REGISTERS, **pdl_options(pdl),
     )  # fmt: skip

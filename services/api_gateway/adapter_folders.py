@@ -21,6 +21,8 @@ REFUSED_S = 5.0  # a folder that could not be loaded is read again after so long
 PENDING = 409  # another gateway has asked for the same adapter
 LOADING_S = 60.0  # how long that is waited for
 POLL_S = 0.05
+BEHIND_S = 0.02  # by which a scheduler's new card may come later than its answer to another gateway's command
+BEHIND_POLL_S = 0.004
 
 
 class _ModelField(msgspec.Struct):
@@ -57,7 +59,7 @@ class AdapterFolders:
             return False
         folder = self._find(name)
         if folder is None:
-            return False
+            return await self._is_served_soon(name)
         until, refusal = self._refused.get(name, (0.0, None))
         if refusal is not None and self._clock() < until:
             raise refusal
@@ -99,6 +101,15 @@ class AdapterFolders:
                 raise refusal from e
             self._refused.pop(name, None)
             return self._is_served(name)
+
+    async def _is_served_soon(self, name: str) -> bool:
+        """Whether another gateway has loaded an adapter of this name just now, by an operator's command."""
+        if not self._lora_dir or not name:
+            return False
+        until = self._clock() + BEHIND_S
+        while not (is_served := self._is_served(name)) and self._clock() < until:
+            await asyncio.sleep(BEHIND_POLL_S)
+        return is_served
 
     def _is_served(self, name: str) -> bool:
         with contextlib.suppress(RequestError):

@@ -8,21 +8,20 @@ from functools import partial, reduce
 
 import msgspec
 
+from blockyard.services.offline.adapters.requests import NO_ADAPTERS, Adapters
 from blockyard.services.offline.answers import AnswerReading
 from blockyard.services.offline.inflight import InflightLimiter
 from blockyard.services.offline.outputs import ArrivalTimes, OutputCollector, RequestOutput, RingLost, request_output
 from blockyard.services.offline.prompts import Prompt
 from blockyard.services.offline.sampling_params import CheckedParams
 from blockyard.shared.errors import BlockyardError, RequestError
-from blockyard.shared.messages import AdapterCard, Generate, ModelCard, Tokenize, Tokenized
+from blockyard.shared.messages import Generate, ModelCard, Tokenize, Tokenized
 from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.journal import ChoiceLog, JournalEntry
 from blockyard.shared.ring_client.request_fields.adapter_fields import generate_fields, tokenize_fields
 from blockyard.shared.ring_client.request_fields.finalize_sampling import finalize_sampling
 from blockyard.shared.ring_client.request_fields.sampling_fields import fitting_truncation
 from blockyard.shared.ring_client.tokenizer_client import TokenizerClient, cut_prompt
-
-Adapters = tuple[AdapterCard, ...]  # of one prompt, one of a kind at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +30,11 @@ class OfflineRequest:
     params: CheckedParams
     seed: int  # used if `params` has none
     priority: int = 0
-    adapters: Adapters = ()  # none: the model itself
+    adapters: Adapters = NO_ADAPTERS
 
     def card(self, model: ModelCard) -> ModelCard:
         """The card of the model with this request's adapters."""
-        return reduce(ModelCard.with_adapter, self.adapters, model)
+        return reduce(ModelCard.with_adapter, self.adapters.cards, model)
 
 
 @dataclass(slots=True)
@@ -166,6 +165,7 @@ class RequestBatch:
             self._arrival,
             queued_s,
             self._reading(request),
+            request.adapters.lora_request,
         )
 
     def _reading(self, request: OfflineRequest) -> AnswerReading | None:

@@ -2,10 +2,11 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, get_args
 
-from blockyard.services.offline.adapters import AskedAdapters, LoRARequests, PromptAdapterRequests, ask_adapters
+from blockyard.services.offline.adapters.loading import AskedAdapters, LoRARequests, PromptAdapterRequests, ask_adapters
 from blockyard.services.offline.batch import OfflineRequest
 from blockyard.services.offline.beam_search import BeamSearchOutput, BeamSearchParams, beam_output
 from blockyard.services.offline.engine_args import EngineArgsBase
@@ -165,7 +166,8 @@ class LLM(RingOperations, PoolingMethods):
         return processes.run("generate", content, lambda: self._run_here(requests, asked, show_bar))
 
     def _run_here(self, requests: list[OfflineRequest], asked: AskedAdapters, show_bar: UseTqdm) -> list[RequestOutput]:
-        requests = asked.load_for(self._session, requests)
+        pairs = zip(requests, asked.load(self._session), strict=True)
+        requests = [replace(one, adapters=own) for one, own in pairs]
         batch, future = self._session.submit(requests)
         try:
             wait(batch.progress, future, len(requests), show_bar)

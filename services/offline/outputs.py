@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from blockyard.services.offline.adapters.requests import LoRARequest
 from blockyard.services.offline.answers import AnswerReading, CompletionToolCall, ParsedAnswer
 from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import FinishReason, TextDelta, TextLogprobs
@@ -45,6 +46,7 @@ class CompletionOutput:
     content: str | None = None  # without a parser all text
     reasoning: str | None = None
     tool_calls: list[CompletionToolCall] = field(default_factory=list)
+    lora_request: LoRARequest | None = None  # of the adapter that generated it
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -87,6 +89,7 @@ class RequestOutput:
     finished: bool = False
     metrics: RequestMetrics | None = None
     kv_transfer_params: dict[str, Any] | None = None  # of the connector of KV transfers
+    lora_request: LoRARequest | None = None  # of its adapter
 
 
 class GenerationError(BlockyardError, RuntimeError):
@@ -155,6 +158,7 @@ def request_output(
     arrival: ArrivalTimes,
     queued_s: float,
     reading: AnswerReading | None = None,
+    lora_request: LoRARequest | None = None,
 ) -> RequestOutput:
     """Builds the output of an entry from its `count` best choices. Their sinks are OutputCollectors."""
     pairs = [(choice, choice.sink) for choice in entry.choices if isinstance(choice.sink, OutputCollector)]
@@ -168,12 +172,15 @@ def request_output(
         request_id=entry.request_id,
         prompt=prompt,
         prompt_token_ids=unpack(entry.request.prompt_ids),
-        outputs=[_completion_output(i, choice, sink, shown, reading) for i, (choice, sink) in enumerate(chosen)],
+        outputs=[
+            _completion_output(i, choice, sink, shown, reading, lora_request) for i, (choice, sink) in enumerate(chosen)
+        ],
         prompt_logprobs=of_prompt,
         num_cached_tokens=entry.cached_tokens,
         finished=entry.num_open == 0,
         metrics=_metrics([sink for _, sink in pairs], arrival, queued_s),
         kv_transfer_params=msgspec.json.decode(connector) if (connector := entry.kv_transfer_params) else None,
+        lora_request=lora_request,
     )
 
 
@@ -191,7 +198,12 @@ def _metrics(sinks: list[OutputCollector], arrival: ArrivalTimes, queued_s: floa
 
 
 def _completion_output(
-    index: int, choice: ChoiceLog, sink: OutputCollector, shown: ShownLogprobs | None, reading: AnswerReading | None
+    index: int,
+    choice: ChoiceLog,
+    sink: OutputCollector,
+    shown: ShownLogprobs | None,
+    reading: AnswerReading | None,
+    lora_request: LoRARequest | None,
 ) -> CompletionOutput:
     text = "".join(sink.text)
     answer = ParsedAnswer(text) if reading is None else reading.answer(sink.parts)
@@ -206,6 +218,7 @@ def _completion_output(
         content=answer.content,
         reasoning=answer.reasoning,
         tool_calls=answer.tool_calls,
+        lora_request=lora_request,
     )
 
 

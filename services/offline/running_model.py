@@ -11,7 +11,8 @@ import msgspec
 from blockyard.services.launcher.serve import make_display
 from blockyard.services.launcher.supervision.start_up import QuietDisplay
 from blockyard.services.offline import engine_args
-from blockyard.services.offline.batch import Adapters, OfflineRequest, Seeds
+from blockyard.services.offline.adapters.requests import NO_ADAPTERS, Adapters
+from blockyard.services.offline.batch import OfflineRequest, Seeds
 from blockyard.services.offline.external_launcher.environment import BACKEND, read_place, with_ranks
 from blockyard.services.offline.external_launcher.environment import FLAG as BACKEND_FLAG
 from blockyard.services.offline.external_launcher.following_session import FollowingSession
@@ -87,7 +88,7 @@ class RunningModel:
         check_generates(self.session.card)
         priorities = read_priorities(priority, len(prompts))
         checked = self._check_params(params, len(prompts))
-        each = zip(prompts, checked, priorities, adapters or [()] * len(prompts), strict=True)
+        each = zip(prompts, checked, priorities, adapters or [NO_ADAPTERS] * len(prompts), strict=True)
         return [OfflineRequest(p, a, self._seeds.next(a), i, own) for p, a, i, own in each]
 
     def tokenizer(self) -> LLMTokenizer:

@@ -49,7 +49,12 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     # name of a tensor that only quantized weights have; "": there is none; None: it is not known
     quantized_tensor: str | None = None
     config_path: Path | None = None  # folder of config.json, if it is not `path`
+    modules_path: Path | None = None  # folder of modules.json, if it is not `path`
     adapters: list[AdapterSource] = []  # that a server begins with, with the paths of their folders
+
+    @property
+    def modules_folder(self) -> Path:
+        return self.modules_path or self.path
 
 
 def model_length(config: dict[str, Any]) -> int | None:

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -12,6 +13,7 @@ from blockyard.shared.errors import AdapterError
 
 CONFIG_FILE = "adapter_config.json"
 MAX_RANK = 512
+MOST_PATTERNS = 1 << 14  # that a process keeps compiled
 ALL_LINEAR = "all-linear"
 OUTPUT_LAYERS = ("lm_head", "embed_out", "output_layer", "score", "classifier")  # that all-linear leaves out
 
@@ -45,6 +47,16 @@ TRAINING = frozenset(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class NamePattern:
+    """A regular expression that names of modules are matched with."""
+
+    field: str  # of the config
+    given: str  # in the config
+    expression: str
+    is_whole: bool  # the whole name has to match
+
+
 class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of adapter_config.json that a product depends on."""
 
@@ -70,6 +82,15 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Whether A and B of a stack [experts, out, in] are of its outputs and inputs, as of releases before 0.19.1."""
         written_by = [int(number) for number in re.findall(r"\d+", (self.peft_version or "").partition("@")[0])]
         return written_by < [0, 19, 1]
+
+    def patterns(self) -> list[NamePattern]:
+        ranks, alphas = self.rank_pattern or {}, self.alpha_pattern or {}
+        found = [NamePattern("rank_pattern", one, _ending(one), False) for one in ranks]
+        found += [NamePattern("alpha_pattern", one, _ending(one), False) for one in alphas]
+        found += [NamePattern("layers_pattern", one, _before_layer(one), False) for one in _listed(self.layers_pattern)]
+        for field, names in (("target_modules", self.target_modules), ("exclude_modules", self.exclude_modules)):
+            found += [NamePattern(field, names, names, True)] if isinstance(names, str) else []
+        return found
 
     def rank_of(self, module: str) -> int:
         return _by_pattern(self.rank_pattern or {}, module, self.r)
@@ -120,10 +141,9 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
         wanted = self.layers_to_transform
         if wanted is None or wanted == []:
             return True
-        patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern
         found = None
-        for pattern in patterns or [r"[^.]*"]:
-            found = found or re.match(rf"(?:^|.*?\.){pattern}\.(?P<layer>\d+)\.", module)
+        for pattern in _listed(self.layers_pattern) or [r"[^.]*"]:
+            found = found or re.match(_before_layer(pattern), module)
         if found is None:
             return False
         layer = int(found["layer"])
@@ -180,16 +200,31 @@ def _check(config: AdapterConfig) -> None:
     others = config.target_parameters or config.modules_to_save or config.trainable_token_indices
     if config.target_modules is None and not others:
         raise AdapterError(f"{CONFIG_FILE}: target_modules is missing")
-    expressions = [*(config.rank_pattern or ()), *(config.alpha_pattern or ())]
-    if isinstance(config.layers_pattern, str | list):
-        expressions += [config.layers_pattern] if isinstance(config.layers_pattern, str) else config.layers_pattern
-    for names in (config.target_modules, config.exclude_modules):
-        expressions += [names] if isinstance(names, str) else []
-    for expression in expressions:
+    for pattern in config.patterns():
         try:
-            re.compile(expression)
+            re.compile(pattern.given)
+            re.compile(pattern.expression)
         except (re.error, OverflowError, RecursionError) as e:  # of numbers in it, and of its groups
-            raise AdapterError(f"{CONFIG_FILE}: {expression!r} is not a regular expression: {e}") from e
+            raise AdapterError(f"{CONFIG_FILE}: {pattern.given!r} is not a regular expression: {e}") from e
+
+
+@lru_cache(MOST_PATTERNS)
+def _compiled(expression: str) -> re.Pattern[str]:
+    """`re` keeps 512, and a config may have a pattern for each module."""
+    return re.compile(expression)
+
+
+def _listed(names: Names) -> list[str]:
+    return [names] if isinstance(names, str) else names or []
+
+
+def _ending(pattern: str) -> str:
+    """Matches names that end with what matches the pattern."""
+    return rf"(.*\.)?({pattern})$"
+
+
+def _before_layer(pattern: str) -> str:
+    return rf"(?:^|.*?\.){pattern}\.(?P<layer>\d+)\."
 
 
 def _is_named(names: list[str] | str, module: str) -> bool:
@@ -202,6 +237,6 @@ def _is_named(names: list[str] | str, module: str) -> bool:
 def _by_pattern(patterns: Mapping[str, T], module: str, other: T) -> T:
     """The value of the first pattern that a module's name ends with."""
     for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        if _compiled(_ending(pattern)).match(module):
             return value
     return other

@@ -3,7 +3,10 @@
 Errors name files without their folder, because clients get them; who logs an error adds the folder.
 """
 
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -17,6 +20,11 @@ PREFIX = "base_model.model."  # of PEFT, before the names of modules
 MAX_CONFIG_BYTES = 1 << 20
 LENGTH_BYTES = 8  # of a safetensors file, before its header
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors library has it
+
+
+READ_SUFFIXES = (".json", ".safetensors", ".bin", ".jinja", ".txt")  # of configs, weights and tokenizers
+
+T = TypeVar("T")
 
 
 def check_folder(folder: Path, max_rank: int) -> bool:
@@ -87,6 +95,36 @@ def read_config(folder: Path) -> tuple[bytes, ParsedConfig]:
     """Returns the bytes of the config, and what they say. Raises AdapterError."""
     content = read_config_bytes(folder)
     return content, parse_config(content)
+
+
+def read_unchanged(folder: Path, read: Callable[[], T]) -> T:
+    """Calls `read` for files of a folder, and once more if they were changed meanwhile: it may have had parts of two
+    versions. Raises AdapterError if they were changed again."""
+    before = _versions(folder)
+    for _ in range(2):
+        error = None
+        try:
+            found = read()
+        except AdapterError as e:
+            error = e
+        now = _versions(folder)
+        if now == before:
+            if error is not None:
+                raise error
+            return found
+        before = now
+    raise AdapterError("its files were changed while they were read, twice")
+
+
+def _versions(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Of each file that may be read, what changes when it is written."""
+    found = dict[str, tuple[int, int, int]]()
+    with contextlib.suppress(OSError):  # its reader says why
+        for path in folder.iterdir():
+            if path.suffix in READ_SUFFIXES:
+                stat = path.stat()
+                found[path.name] = stat.st_size, stat.st_mtime_ns, stat.st_ino
+    return found
 
 
 def without_folder(cause: object, folder: Path) -> str:

@@ -38,6 +38,7 @@ class Control(Frame, frozen=True):
     replace: bool = False  # load: the name may be in use; running requests finish with the adapter that they began with
     first_use: bool = False  # load: a request names it, and no operator; what an operator has unloaded stays unknown
     is_prompt: bool = False  # it is a prompt adapter; False: a LoRA adapter
+    is_repeated: bool = False  # unload: told to a scheduler that has died; what was asked for since then stays
 
 
 class Controlled(Frame, frozen=True):
@@ -51,6 +52,7 @@ class Controlled(Frame, frozen=True):
     freed_bytes: int = 0  # by the workers that sleep now
     field: str = ""  # of the command that is wrong
     adapters: list[AdapterCard] | None = None  # that are served once the command is done; None: it is of none
+    unloaded: list[str] = []  # with `adapters`: see ModelCard
 
 
 class Sleep(Frame, frozen=True):

@@ -30,6 +30,7 @@ class ModelCard(FrameStruct, frozen=True):
     adapters: list[AdapterCard] = []  # that requests may name as their model
     adapter: AdapterCard | None = None  # a LoRA adapter that one request names; never on a scheduler's own card
     prompt_adapter: AdapterCard | None = None  # ... and a prompt adapter
+    unloaded: list[str] = []  # names of adapters that operators have unloaded, once no request uses them any more
 
     @property
     def answer_name(self) -> str:

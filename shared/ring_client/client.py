@@ -113,7 +113,7 @@ class RingClient:
     def _controlled(self, peer: int, answer: Controlled) -> None:
         self.schedulers.lost_adapters.on_answer(peer, answer)
         if answer.adapters is not None:
-            self.schedulers.on_adapters(peer, answer.adapters)
+            self.schedulers.on_adapters(peer, answer.adapters, answer.unloaded)
         self._restore_adapters()
         self.controls.answered(peer, answer)
 

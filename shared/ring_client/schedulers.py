@@ -48,7 +48,7 @@ class Schedulers:
         self._schedulers: dict[int, Member] = {}
         self._away: dict[str, tuple[ModelCard, float]] = {}  # by first name: models that may be restarting
         # by first name, too, for however long that takes: workers may have to load a large model first
-        self._adapters: dict[str, list[AdapterCard]] = {}
+        self._lost: dict[str, ModelCard] = {}
         self._capacities: dict[int, tuple[QueueCapacity, float]] = {}
         self.lost_adapters = LostAdapters()
 
@@ -58,19 +58,20 @@ class Schedulers:
         if member.ready and member.card is not None:
             self._expected.update(member.card.names)
             self._away.pop(member.card.names[0], None)
-            before = self._adapters.pop(member.card.names[0], None)
-            if before and member.incarnation not in self._schedulers:
+            before = self._lost.pop(member.card.names[0], None)
+            if before is not None and member.incarnation not in self._schedulers:
                 self.lost_adapters.begin(member.incarnation, before, member.card)
             card = self.lost_adapters.with_missing(member.incarnation, member.card)
             self._schedulers[member.incarnation] = msgspec.structs.replace(member, card=card)
         else:
             self._schedulers.pop(member.incarnation, None)
 
-    def on_adapters(self, scheduler: int, adapters: list[AdapterCard]) -> None:
-        """A scheduler has answered a command with the adapters that it serves: its card with them comes later."""
+    def on_adapters(self, scheduler: int, adapters: list[AdapterCard], unloaded: list[str]) -> None:
+        """A scheduler has answered a command with the adapters that it serves, and names that it has unloaded: its card
+        with them comes later."""
         member = self._schedulers.get(scheduler)
         if member is not None and member.card is not None:
-            card = msgspec.structs.replace(member.card, adapters=adapters)
+            card = msgspec.structs.replace(member.card, adapters=adapters, unloaded=unloaded)
             card = self.lost_adapters.with_missing(scheduler, card)
             self._schedulers[scheduler] = msgspec.structs.replace(member, card=card)
 
@@ -80,7 +81,7 @@ class Schedulers:
         self._capacities.pop(member.incarnation, None)
         if lost is not None and lost.card is not None and not self.of(lost.card.names[0]):
             self._away[lost.card.names[0]] = lost.card, now + AWAY_S
-            self._adapters[lost.card.names[0]] = lost.card.adapters
+            self._lost[lost.card.names[0]] = lost.card
 
     def tick(self, now: float) -> None:
         """Removes models that stayed without a scheduler for AWAY_S."""
@@ -93,7 +94,7 @@ class Schedulers:
         return list((cards | {m.card.names[0]: m.card for m in self._schedulers.values() if m.card}).values())
 
     def served(self) -> Served:
-        lost = {adapter.name for adapters in self._adapters.values() for adapter in adapters}
+        lost = {adapter.name for card in self._lost.values() for adapter in card.adapters}
         return Served(self.cards(), sorted(self._expected | lost))
 
     def card(self, model: str | None) -> ModelCard:

@@ -12,10 +12,11 @@ from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
 from blockyard.services.gpu_worker.lora.file_memory import ALIGNED_BYTES, MAPPED, FileMemory, MemoryPool
-from blockyard.services.gpu_worker.lora.module_tensors import ADDED, EarlyChecks, listed
+from blockyard.services.gpu_worker.lora.module_tensors import ADDED, EarlyChecks, listed, pattern_names
 from blockyard.shared.errors import AdapterError
 from blockyard.shared.lora.adapter_config import AdapterConfig
 from blockyard.shared.lora.adapter_folder import LENGTH_BYTES, read_config, read_header, read_whole, weights_file
+from blockyard.shared.lora.pattern_check import check_patterns
 
 DIGEST_BYTES = 16
 SAFETENSORS_SUFFIX = ".safetensors"
@@ -49,11 +50,13 @@ def read_folder(folder: Path, threads: int, dtype: torch.dtype, pool: MemoryPool
     path, checks = weights_file(folder), EarlyChecks(parsed.config, dtype)
     memory = FileMemory() if pool is None else pool.take(size_of(path))
     if path.suffix == SAFETENSORS_SUFFIX:
+        check_patterns(parsed.config, pattern_names([*read_header(path), *CONTINUED.values()]))
         parts = [content, memory.copy_safetensors(path, threads, checks.take)]
         tensors = _map_tensors(path, memory)
     else:
         parts = [content, read_whole(path)]
         read = read_tensors(path, parts[1])  # of which some may share memory
+        check_patterns(parsed.config, pattern_names([*read, *CONTINUED.values()]))
         tensors = {name: value.detach().clone() for name, value in read.items()}
     for added in filter(Path.is_file, (folder / name for name in EMBEDDINGS)):
         parts.append(rows := read_whole(added))

@@ -1,7 +1,8 @@
 """The tensors of an adapter, module by module: every tensor of the file is one of them, or named in an error."""
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,8 @@ class ModuleTensors:
     token_rows: Tensor | None = None  # [tokens, width], in the place of the rows of some tokens
     weight: Tensor | None = None  # [vocab_size, width], in the place of the module's own
     added: Tensor | None = None  # [added tokens, width], rows behind the module's own
+    # largest absolute values as read, by field; empty in a worker
+    largest: dict[str, float] = dataclasses.field(default_factory=dict)
     is_scaled: bool = False  # B has the scale already
     is_stack: bool = False  # of all experts: A [experts * rank, in], expert after expert, B [out, rank * experts]
 
@@ -81,6 +84,9 @@ class ModuleTensors:
             if b is not None and not self.is_stack and not (self.is_scaled and up == "b"):
                 scaled = b.mul_(self.scale) if b.dtype == dtype else b.float() * self.scale  # both round once
                 setattr(self, up, _converted(self.name, scaled, dtype))
+            most = self.largest.get(down, 0.0) * self.largest.get(up, 0.0) * abs(1.0 if self.is_stack else self.scale)
+            if most > torch.finfo(dtype).max:  # a layer's output would not be finite, nor would any behind it
+                raise AdapterError(f"the products of lora_A and lora_B of {self.name} are too large for {_text(dtype)}")
         if not self.is_stack:
             self.b_bias = None if self.b_bias is None else self.b_bias.float() * self.scale
             self.scale = 1.0
@@ -97,14 +103,14 @@ class EarlyChecks:
     def __init__(self, config: AdapterConfig, dtype: torch.dtype) -> None:
         """dtype: of products."""
         self._config, self._dtype = config, dtype
-        self.finite = set[str]()  # names of tensors
+        self.largest: dict[str, float] = {}  # absolute values of finite tensors, by name
         self.scaled = set[str]()  # those that have the scale of their module
 
     def take(self, name: str, values: Tensor) -> None:
         """Others are left to `group_tensors` and `ModuleTensors.convert`, which refuse them."""
-        if not is_finite(values):
+        if not math.isfinite(most := largest_value(values)):
             return
-        self.finite.add(name)
+        self.largest[name] = most
         module, field = _split(name)
         if field != "b" or values.dtype != self._dtype:
             return
@@ -129,13 +135,15 @@ def group_tensors(
             raise AdapterError(f"the adapter has biases, such as {name}: --enable-lora-bias serves such adapters")
         if value.dtype not in DTYPES:
             raise AdapterError(f"{name} has the dtype {value.dtype}")
-        if name not in early.finite and not is_finite(value):
+        most = early.largest.get(name)
+        if not math.isfinite(most := largest_value(value) if most is None else most):
             raise AdapterError(f"{name} has values that are not finite")
         own = modules.setdefault(module, _make(config, module))
         before: Tensor | None = getattr(own, field)  # PEFT saves the matrix of a resized embedding twice
         if before is not None and not torch.equal(before, value.to(before.dtype)):
             raise AdapterError(f"the adapter has two tensors for {field} of {module}; one is {name}")
         setattr(own, field, value)
+        own.largest[field] = most
         own.is_scaled = own.is_scaled or name in early.scaled
     if unknown:
         raise AdapterError(f"these tensors of the adapter are not known: {listed(unknown)}")
@@ -167,9 +175,24 @@ def _check_idle(config: AdapterConfig, modules: list[ModuleTensors]) -> None:
             raise AdapterError(f"{field} {listed(found)}: the adapter has no tensors for them")
 
 
+def pattern_names(tensors: Iterable[str]) -> set[str]:
+    """The names of modules and parameters that patterns of the config are matched with, of tensors by their names."""
+    names = set[str]()
+    for module in {_split(name)[0] for name in tensors}:
+        stack = module.removesuffix(STACK_SUFFIX)
+        parameters = [f"{stack}.{name}" for name in STACKED] if last_name(stack) == EXPERTS else []
+        names.update((module, f"{module}.weight", *parameters))
+    return names
+
+
 def is_finite(value: Tensor) -> bool:
-    """Whether all of a tensor's values are. NaN is both of the extremes, which take a fortieth of `isfinite`'s time."""
-    return value.numel() == 0 or all(math.isfinite(float(one)) for one in value.aminmax())
+    """Whether all of a tensor's values are."""
+    return math.isfinite(largest_value(value))
+
+
+def largest_value(value: Tensor) -> float:
+    """Of the absolute values; NaN if there is one. The extremes take a fortieth of `isfinite`'s time."""
+    return max(abs(float(one)) for one in value.aminmax()) if value.numel() else 0.0
 
 
 def listed(names: list[str]) -> str:
@@ -218,8 +241,12 @@ def _check(config: AdapterConfig, own: ModuleTensors) -> None:
 def _converted(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
     found = values.to(dtype).contiguous()
     if not is_finite(found):
-        raise AdapterError(f"the matrices of {name} are too large for {str(dtype).removeprefix('torch.')}")
+        raise AdapterError(f"the matrices of {name} are too large for {_text(dtype)}")
     return found
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_tokens(config: AdapterConfig, own: ModuleTensors) -> None:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Container
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -25,9 +26,9 @@ from setproctitle import setproctitle
 
 from blockyard.services.gpu_worker.child_processes.frame_socket import FrameSocket
 from blockyard.services.gpu_worker.lora.adapter_files import digest_of
-from blockyard.services.gpu_worker.lora.added_tokens.tokenizer_check import TokenizerCheck
+from blockyard.services.gpu_worker.lora.added_tokens.tokenizer_check import AdapterTexts, TokenizerCheck
 from blockyard.services.gpu_worker.lora.file_memory import MemoryPool
-from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, read_modules
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, ReadModules, read_modules
 from blockyard.services.gpu_worker.lora.read_prompt import PromptLimits, read_prompt
 from blockyard.services.gpu_worker.lora.reader_frames import (
     FolderBegun,
@@ -46,7 +47,7 @@ from blockyard.services.gpu_worker.lora.reader_frames import (
     store_modules,
 )
 from blockyard.shared.errors import AdapterError
-from blockyard.shared.lora.adapter_folder import weights_file
+from blockyard.shared.lora.adapter_folder import read_unchanged, weights_file
 from blockyard.shared.process.settings import die_with, end
 
 log = logging.getLogger(__name__)
@@ -198,18 +199,18 @@ def answer(
     threads: of each file of weights. pool: of memory; None: it is new. known_forms: of adapters that are answered
     without their modules.
     """
+    folder = Path(asked.path)
     try:
         if asked.is_prompt:
             assert prompts is not None
-            found = read_prompt(Path(asked.path), prompts)
+            found = read_unchanged(folder, partial(read_prompt, folder, prompts))
             vectors = found.vectors.contiguous().view(torch.uint8).numpy().tobytes()
             return [PromptRead(asked.job, vectors, list(found.vectors.shape), found.digest, found.notes)]
         pool = pool or MemoryPool()
-        read = read_modules(Path(asked.path), limits, threads, pool)
+        read, texts = read_unchanged(folder, partial(_read_with_texts, folder, limits, check, threads, pool))
         memory, digest = read.memory, read.digest
         assert memory is not None
         places = store_modules(read.modules, memory)
-        texts = None if check is None else check.read(Path(asked.path))
         if texts is not None and texts.digest:  # other texts of the same weights are another adapter
             digest = digest_of(digest, texts.digest)
         form = form_of(read.config, places, texts)
@@ -223,6 +224,13 @@ def answer(
     except Exception as e:  # a broken folder is no reason to end the process
         log.exception("adapter %s cannot be read", asked.path)
         return [FolderRefused(asked.job, f"it cannot be read: {type(e).__name__}")]
+
+
+def _read_with_texts(
+    folder: Path, limits: AdapterLimits, check: TokenizerCheck | None, threads: int, pool: MemoryPool
+) -> tuple[ReadModules, AdapterTexts | None]:
+    read = read_modules(folder, limits, threads, pool)
+    return read, None if check is None else check.read(folder)
 
 
 if __name__ == "__main__":

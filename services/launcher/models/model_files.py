@@ -21,6 +21,7 @@ from blockyard.shared.config.checkpoint import (
 )
 from blockyard.shared.config.model_bounds import check_numbers
 from blockyard.shared.config.parsed_flags import Values
+from blockyard.shared.config.pooling.sentence_modules import transformer_folder
 from blockyard.shared.config.services.lora import AdapterSource
 from blockyard.shared.config.text_part import text_part
 from blockyard.shared.errors import AdapterError, ConfigError
@@ -46,7 +47,8 @@ def find(values: Values, weights: bool = True) -> Checkpoint:
     """
     name = values.get("model", str)
     revision = values.maybe("revision", str)
-    path = _folder(name, revision, values, weights)
+    path = modules_path = _folder(name, revision, values, weights)
+    path = path / transformer_folder(path)
     tokenizer = values.maybe("tokenizer", str)
     tokenizer_revision = values.maybe("tokenizer-revision", str)
     if tokenizer is None and tokenizer_revision in (None, revision):
@@ -72,6 +74,7 @@ def find(values: Values, weights: bool = True) -> Checkpoint:
         generation=read_json(generation) if generation.is_file() else {},
         revision=revision or "",
         config_path=None if config_name is None else config_folder,
+        modules_path=None if path == modules_path else modules_path,
         adapters=find_adapters(values) if weights else [],
     )
     check_numbers(checkpoint.config | config_overrides(values), config_folder / "config.json")

@@ -67,7 +67,10 @@ def main(args: Sequence[str]) -> int:
     except ValueError as e:
         raise ConfigError(str(e)) from e
     text = None if given.text is None else _read(given.text)
-    source = model_files.find(Values(parsed_flags.from_command_line(["--model", given.model])[0])).path
+    model = model_files.find(Values(parsed_flags.from_command_line(["--model", given.model])[0]))
+    source = model.path
+    if model.modules_path is not None:
+        raise ConfigError(f"{source}: the modules.json of this model is in the folder around it: that is not built yet")
     how = {"to": given.to, "group": given.group or GROUP, "asymmetric": given.asymmetric, "ignore": given.ignore}
     words = [str(source), str(given.out), msgspec.json.encode(how).decode()]
     command = [sys.executable, "-P", "-m", "blockyard.services.gpu_worker.quantize", *words]

@@ -5,7 +5,8 @@ import contextlib
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import Any
 
-from blockyard.services.offline.adapters import LoRARequest, PromptAdapterRequest, read_adapters
+from blockyard.services.offline.adapters.loading import read_adapters
+from blockyard.services.offline.adapters.requests import LoRARequest, PromptAdapterRequest
 from blockyard.services.offline.engine_args import EngineArgsBase
 from blockyard.services.offline.engines.async_operations import AsyncOperations
 from blockyard.services.offline.engines.live_request import LivePooling, LiveRequest

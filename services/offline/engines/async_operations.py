@@ -5,8 +5,8 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NoReturn
 
-from blockyard.services.offline.adapters import LoRARequest, read_adapters
-from blockyard.services.offline.engines.llm_engine import EngineModelConfig, LLMEngine
+from blockyard.services.offline.adapters.requests import LoRARequest
+from blockyard.services.offline.engines.llm_engine import NO_PINS, EngineModelConfig, LLMEngine
 from blockyard.services.offline.metrics import Counter, Gauge
 from blockyard.services.offline.operations import MODES, PROFILE_FROM_OUTSIDE
 from blockyard.services.offline.outputs import RingLost
@@ -17,7 +17,6 @@ from blockyard.shared.messages import Control, Controlled, ControlVerb
 
 log = logging.getLogger(__name__)
 
-NO_LORA = "an adapter is loaded by its first request, and has a name and no number"
 NO_WEIGHTS = "the model is in another process, and its weights are those of its folder"
 LOGGED = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:generation_tokens")
 
@@ -122,8 +121,13 @@ class AsyncOperations:
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Loads an adapter, so that its first request need not wait for it."""
-        await asyncio.to_thread(read_adapters, self._session, lora_request, 1)
-        return True
+        return await asyncio.to_thread(self._operations.add_lora, lora_request)
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        return await asyncio.to_thread(self._operations.remove_lora, lora_id)
+
+    async def list_loras(self) -> set[int]:
+        return await asyncio.to_thread(self._operations.list_loras)
 
     async def collective_rpc(self, *_: object, **__: object) -> None:
         self._operations.collective_rpc()
@@ -132,9 +136,7 @@ class AsyncOperations:
     get_vllm_config = _refused("get_vllm_config", "`model_config` has the model's name, length and vocabulary")
     start_profile = _refused("start_profile", PROFILE_FROM_OUTSIDE)
     stop_profile = _refused("stop_profile", PROFILE_FROM_OUTSIDE)
-    remove_lora = _refused("remove_lora", NO_LORA)
-    list_loras = _refused("list_loras", NO_LORA)
-    pin_lora = _refused("pin_lora", NO_LORA)
+    pin_lora = _refused("pin_lora", NO_PINS)
     scale_elastic_ep = _refused("scale_elastic_ep", "the number of workers is set at start")
     init_weight_transfer_engine = _refused("init_weight_transfer_engine", NO_WEIGHTS)
     update_weights = _refused("update_weights", NO_WEIGHTS)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from blockyard.services.offline.batch import Adapters, BatchProgress
+from blockyard.services.offline.adapters.requests import Adapters
+from blockyard.services.offline.batch import BatchProgress
 from blockyard.services.offline.outputs import CompletionOutput, RequestOutput
 from blockyard.services.offline.pooling import outputs
 from blockyard.services.offline.pooling.methods import text_job
@@ -86,6 +87,7 @@ class LiveRequest:
         choices = requests[0].params.choices
         if choices.beam is not None or choices.computed > choices.returned:
             self._kind = RequestOutputKind.FINAL_ONLY  # the returned choices are known at the end
+        self._lora_request = requests[0].adapters.lora_request
         self._delivered: defaultdict[int, Delivered] = defaultdict(Delivered)
         self._aborted = False
         self._reporter = NewsReporter(on_news)
@@ -125,7 +127,9 @@ class LiveRequest:
         for found in self._batch.unfinished_outputs():
             ended = [replace(one, finish_reason=one.finish_reason or ABORTED) for one in found.outputs]
             return replace(found, outputs=ended, finished=True)
-        return RequestOutput(self.id, None, [], [CompletionOutput(0, finish_reason=ABORTED)], finished=True)
+        lora = self._lora_request
+        choice = CompletionOutput(0, finish_reason=ABORTED, lora_request=lora)
+        return RequestOutput(self.id, None, [], [choice], finished=True, lora_request=lora)
 
     def _new_part(self, output: RequestOutput) -> RequestOutput | None:
         """Returns the output with only the new part of each choice, without choices that have none."""

@@ -3,9 +3,10 @@
 import queue
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
-from blockyard.services.offline.adapters import LoRARequest, PromptAdapterRequest, read_adapters
+from blockyard.services.offline.adapters.loading import list_loras, read_adapters, remove_lora
+from blockyard.services.offline.adapters.requests import LoRARequest, PromptAdapterRequest
 from blockyard.services.offline.engine_args import EngineArgsBase
 from blockyard.services.offline.engines.live_request import LiveRequest
 from blockyard.services.offline.operations import RingOperations
@@ -16,6 +17,8 @@ from blockyard.services.offline.tokenizer import LLMTokenizer
 from blockyard.shared.errors import BlockyardError, RequestError, not_built
 from blockyard.shared.messages import ModelCard
 from blockyard.shared.ring_client.client import RingClient
+
+NO_PINS = "`max_loras` and `max_cpu_loras` say how many adapters are held"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,22 @@ class LLMEngine(RingOperations):
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
             if (live := self._requests.pop(one, None)) is not None:
                 live.abort()
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Loads an adapter, so that its first request need not wait for it."""
+        read_adapters(self._session, lora_request, 1)
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Unloads the adapters of a `lora_int_id` once no request uses them. Returns whether there was one."""
+        return remove_lora(self._session, lora_id)
+
+    def list_loras(self) -> set[int]:
+        """The `lora_int_id`s of the loaded adapters."""
+        return list_loras(self._session)
+
+    def pin_lora(self, lora_id: int) -> NoReturn:
+        raise not_built("pin_lora", NO_PINS)
 
     def get_tokenizer(self) -> LLMTokenizer:
         return self._running.tokenizer()

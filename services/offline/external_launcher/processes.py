@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from blockyard.services.offline.adapters import AskedAdapters
+from blockyard.services.offline.adapters.loading import AskedAdapters
 from blockyard.services.offline.batch import OfflineRequest
 from blockyard.services.offline.external_launcher.environment import ProcessPlace
 from blockyard.services.offline.outputs import GenerationError, RequestOutput, RingLost

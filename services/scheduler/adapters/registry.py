@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 from blockyard.shared.messages import AdapterCard, AdapterLoaded, AddedToken
 
+MOST_UNLOADED = 1024  # names that are known to be unloaded; a gateway has them with the model's card
+
 
 @dataclass(slots=True, eq=False)
 class Adapter:
@@ -47,7 +49,9 @@ class AdapterRegistry:
         self._served: dict[str, Adapter] = {}
         self._num_made = 0
         self.has_unused = False  # a retired adapter may have no request any more
+        self._unloaded: dict[str, None] = {}  # names that operators have unloaded: requests do not load them again
         self.cards: list[AdapterCard] = []  # of served adapters; a new list after each change
+        self.unloaded: list[str] = []  # those of no retired adapter: the command is done; a new list after each change
 
     def add(
         self, name: str, path: str, parent: str, created: int, *, is_prompt: bool = False, was_asked_for: bool = False
@@ -87,6 +91,7 @@ class AdapterRegistry:
         unused = [one for one in self.all.values() if one.is_retired and not one.requests]
         for one in unused:
             del self.all[one.number]
+        self._update()
         return unused
 
     def use(self, number: int, request_id: str) -> None:
@@ -110,6 +115,7 @@ class AdapterRegistry:
             self.retire(before)
         adapter.is_served = True
         self._served[adapter.name] = adapter
+        self._unloaded.pop(adapter.name, None)
         self._update()
         return before
 
@@ -120,5 +126,20 @@ class AdapterRegistry:
             del self._served[adapter.name]
         self._update()
 
+    def unload(self, name: str) -> None:
+        """No request may name the adapter, if there is one, or load one of that name."""
+        self._unloaded.pop(name, None)
+        self._unloaded[name] = None
+        if len(self._unloaded) > MOST_UNLOADED:  # the oldest is forgotten
+            del self._unloaded[next(iter(self._unloaded))]
+        if (served := self._served.get(name)) is not None:
+            self.retire(served)
+        self._update()
+
+    def is_unloaded(self, name: str) -> bool:
+        return name in self._unloaded
+
     def _update(self) -> None:
+        in_use = {one.name for one in self.all.values() if one.is_retired}
+        self.unloaded = [name for name in self._unloaded if name not in in_use]
         self.cards = [one.card() for one in self._served.values()]

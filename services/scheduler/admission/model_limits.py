@@ -182,9 +182,9 @@ class ModelLimits:
         self._capacity: ModelCapacity | None = None  # None before the first group is attached
 
     def update_adapters(self) -> None:
-        """Called when an adapter is served, or is not any more."""
+        """Called when an adapter is served, or is not any more, or no request uses an unloaded one any more."""
         if self.card is not None:
-            self.card = msgspec.structs.replace(self.card, adapters=self._adapters.cards)
+            self.card = self._with_adapters(self.card)
 
     def update_capacity(self, groups: Collection[WorkerGroup]) -> None:
         """Called when a group was attached or detached. While no group is attached the last capacity stays."""
@@ -193,9 +193,12 @@ class ModelLimits:
         self._capacity = capacity_of([group.geometry for group in groups])
         self.notes = self._capacity.notes(list(groups))
         self.roles = frozenset(group.geometry.kv_role for group in groups)
-        card = msgspec.structs.replace(self._capacity.card(self._model), adapters=self._adapters.cards)
+        card = self._with_adapters(self._capacity.card(self._model))
         if card != self.card:
             self.card = card
+
+    def _with_adapters(self, card: ModelCard) -> ModelCard:
+        return msgspec.structs.replace(card, adapters=self._adapters.cards, unloaded=self._adapters.unloaded)
 
     def validate(self, frame: Generate, model_len: int = 0) -> Refusal | None:
         """The response to an invalid request; None if it is valid. model_len: of its adapter; 0: the model's."""

@@ -67,7 +67,6 @@ class AdapterLoads:
         self._max_wait_s, self._leaves_out_broken = settings.max_wait_s, settings.leaves_out_broken
         self._loads: list[OpenLoad] = []
         self._unloads: list[tuple[int, Control, Adapter]] = []
-        self._unloaded: set[str] = set()  # names that operators have unloaded: requests do not load them again
         self._is_dirty = False
         for source in settings.sources:
             columns = (source.name, source.path, source.parent or base.names[0], base.created)
@@ -157,6 +156,7 @@ class AdapterLoads:
         if self._registry.has_unused:
             for retired in self._registry.take_unused():
                 self._drop(retired)
+            self._model_limits.update_adapters()
         groups = self._groups.values()
         wants = any(one.adapters.has_work or one.prompts.has_work for one in groups)  # sequences go elsewhere meanwhile
         if not self._is_dirty and not wants and not self._waits.deferred:
@@ -240,7 +240,6 @@ class AdapterLoads:
             self._answer(gateway, frame.request_id, status, cause, _field(frame.is_prompt, "name"))
             return
         name = frame.adapter  # it waits for a worker if there is none, or if they sleep
-        self._unloaded.discard(name)
         columns = (name, frame.adapter_path, self._names[0], self._created)
         adapter = self._registry.add(*columns, is_prompt=frame.is_prompt, was_asked_for=True)
         self._loads.append(load := OpenLoad(adapter, set(), gateway, frame.request_id))
@@ -251,7 +250,7 @@ class AdapterLoads:
         """Status and cause; None: the adapter is loaded."""
         name, served = frame.adapter, self._registry.named(frame.adapter)
         serves_none = bool(self._groups) and not self._serve_any(frame.is_prompt)
-        if frame.first_use and (serves_none or name in self._unloaded):
+        if frame.first_use and (serves_none or self._registry.is_unloaded(name)):
             return 404, f"the model {name!r} does not exist"
         if served is not None and served.path == frame.adapter_path and not frame.replace:
             return 400, f"{name!r} is loaded already"
@@ -277,14 +276,26 @@ class AdapterLoads:
 
     def _unload(self, gateway: int, frame: Control) -> None:
         served = self._registry.named(frame.adapter)
+        if frame.is_repeated:
+            self._repeat_unload(frame.adapter, served)
+            self._answer(gateway, frame.request_id, 200, "")
+            return
         if served is None or served.is_prompt != frame.is_prompt:
             cause = f"{frame.adapter!r} is not loaded"
             self._answer(gateway, frame.request_id, 404, cause, _field(frame.is_prompt, "name"))
             return
-        self._registry.retire(served)
-        self._unloaded.add(served.name)
+        self._registry.unload(served.name)
         self._model_limits.update_adapters()
         self._unloads.append((gateway, frame, served))
+        self._is_dirty = True
+
+    def _repeat_unload(self, name: str, served: Adapter | None) -> None:
+        """Unloads what the flags name, and bars the name for requests. Each gateway asks for it, some of them late."""
+        is_asked_for = served is not None and served.was_asked_for
+        if is_asked_for or any(load.gateway is not None and load.adapter.name == name for load in self._loads):
+            return
+        self._registry.unload(name)
+        self._model_limits.update_adapters()
         self._is_dirty = True
 
     def _ask(self, load: OpenLoad, worker: int) -> None:
@@ -334,7 +345,8 @@ class AdapterLoads:
     def _answer(self, gateway: int, request_id: str, status: int, message: str, field: str = "") -> None:
         cards = self._registry.cards if status != 429 else None  # a flood of commands is refused in few bytes
         field = field if status >= 400 else ""
-        answer = Controlled(request_id, status, message, 0, False, field=field, adapters=cards)
+        unloaded = self._registry.unloaded if cards is not None else []
+        answer = Controlled(request_id, status, message, 0, False, field=field, adapters=cards, unloaded=unloaded)
         self._outbox.answer(gateway, answer)
 
 

@@ -132,10 +132,16 @@ def test_the_list_of_adapters_survives_the_scheduler_and_the_workers(unified: Se
 
 
 @pytest.mark.timeout(180)
-def test_an_adapter_that_is_unloaded_is_unknown(unified: Server) -> None:
-    assert asyncio.run(post(unified, "/v1/unload_lora_adapter", {"lora_name": "three"}))[0] == 200
-    status, text = asyncio.run(post(unified, "/v1/completions", completion(3, model="three")))
-    assert status == 404 and "model_not_found" in text
+def test_an_adapter_that_is_unloaded_is_unknown_also_when_the_scheduler_was_killed(unified: Server) -> None:
+    """The flags name one of them, and the other one is a folder that a request could load."""
+    for name in ("two", "three"):
+        assert asyncio.run(post(unified, "/v1/unload_lora_adapter", {"lora_name": name}))[0] == 200
+    asyncio.run(ask(unified, ["one"], [(0.0, "scheduler")]))
+    for name in ("two", "three"):
+        status, text = asyncio.run(post(unified, "/v1/completions", completion(3, model=name)))
+        assert status == 404 and "model_not_found" in text
+    loaded: dict[str, object] = {"lora_name": "two", "lora_path": "two"}
+    assert asyncio.run(post(unified, "/v1/load_lora_adapter", loaded))[0] == 200
 
 
 @pytest.mark.timeout(180)

@@ -3,9 +3,13 @@
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
+from fake_ring import SCHEDULER
 
+from blockyard.services.api_gateway import adapter_folders
 from blockyard.services.api_gateway.adapter_folders import find_folder
+from blockyard.shared.bus.member_list import Changed
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import AdapterCard, Control, Controlled, ControlVerb, Generate
 
@@ -119,6 +123,29 @@ async def test_a_name_that_an_operator_has_unloaded_stays_unknown(rig, tmp_path:
         r.ring.control = refused(404, "lora_name", "the model 'sql' does not exist")
         status, body = await r.post("/v1/completions", {"model": "sql", "prompt": "a"})
         assert (status, body["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("loads", [True, False])
+async def test_an_adapter_that_another_gateway_has_just_loaded_is_known(
+    rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loads: bool
+) -> None:
+    """Some milliseconds after the answer to its operator this gateway has the scheduler's new card."""
+    looked_up = asyncio.Event()
+
+    def look_up(path: str, lora_dir: str) -> Path:
+        looked_up.set()
+        return find_folder(path, lora_dir)
+
+    monkeypatch.setattr(adapter_folders, "find_folder", look_up)
+    async with rig(lora_dir=str(tmp_path)) as r:
+        asked = asyncio.create_task(r.post("/v1/completions", {"model": "sql", "prompt": "a", "max_tokens": 1}))
+        await looked_up.wait()
+        scheduler = r.ring.members[SCHEDULER]
+        adapters = [AdapterCard("sql", "/sql", "base", b"0123456789abcdef")] if loads else []
+        card = msgspec.structs.replace(scheduler.card, adapters=adapters)
+        r.ring.receive(SCHEDULER, Changed(msgspec.structs.replace(scheduler, card=card)))
+        status, _ = await asked
+        assert status == (200 if loads else 404)
 
 
 async def test_too_many_loads_are_refused_for_a_second(rig, tmp_path: Path) -> None:

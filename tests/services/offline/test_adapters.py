@@ -43,6 +43,33 @@ def test_each_call_takes_both_kinds(llm: LLM) -> None:
     assert outputs[-1].outputs[0].token_ids == tuned
 
 
+def test_outputs_name_the_lora_request(llm: LLM) -> None:
+    asked = [LORA, None, LoRARequest("other", 7, "/other")]
+    outputs = llm.generate(["a", "a", "a"], SamplingParams(n=2, max_tokens=2), use_tqdm=False, lora_request=asked)
+    assert [output.lora_request for output in outputs] == asked
+    assert [[one.lora_request for one in output.outputs] for output in outputs] == [[one] * 2 for one in asked]
+    llm.llm_engine.add_request("1", "a", PARAMS, lora_request=LORA)
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            assert output.lora_request == output.outputs[0].lora_request == LORA
+
+
+def test_an_engine_adds_lists_and_removes_adapters_by_number(llm: LLM) -> None:
+    engine, first = llm.llm_engine, LoRARequest("first", 11, "/first")
+    assert engine.add_lora(first) and engine.add_lora(first) and engine.add_lora(LoRARequest("second", 12, "/second"))
+    with pytest.raises(RequestError, match="adapter 'x': it is broken"):
+        engine.add_lora(LoRARequest("x", 13, "/broken"))
+    llm.generate("a", PARAMS, use_tqdm=False, prompt_adapter_request=PromptAdapterRequest("tuned", 14, "/tuned"))
+    assert {11, 12} <= engine.list_loras() and not {13, 14} & engine.list_loras(), "LoRA adapters that are loaded"
+    assert engine.remove_lora(11) and not engine.remove_lora(11) and not engine.remove_lora(14)
+    assert 11 not in engine.list_loras() and 12 in engine.list_loras()
+    with pytest.raises(RequestError, match="'first' is not loaded, and lora_path is empty"):
+        ids(llm, lora_request=LoRARequest("first", 11))
+    assert ids(llm, lora_request=first) and 11 in engine.list_loras(), "a request loads it again"
+    with pytest.raises(RequestError, match="`pin_lora` is not built yet"):
+        engine.pin_lora(12)
+
+
 def test_virtual_tokens_take_room_of_the_context(llm: LLM) -> None:
     longest = {"prompt_token_ids": [5] * 58}
     assert (

@@ -63,13 +63,13 @@ def test_an_adapter_that_was_replaced_is_replaced_again() -> None:
     assert schedulers.card("start").adapter == replaced("/new") and schedulers.of("m", "start") == []
     schedulers.changed(member(2, "start"))  # a card that was sent before
     assert schedulers.of("m", "start") == []
-    schedulers.on_adapters(2, [replaced("/new")])
+    schedulers.on_adapters(2, [replaced("/new")], [])
     assert schedulers.of("m", "start") == [2] and schedulers.card("start").adapter == replaced("/new")
 
 
 def test_an_operator_who_replaces_it_meanwhile_is_heard() -> None:
     schedulers = restarted_with(replaced("/new"), adapter("start"))
-    schedulers.on_adapters(2, [replaced("/newest")])
+    schedulers.on_adapters(2, [replaced("/newest")], [])
     assert not schedulers.lost_adapters.take_commands()
     assert schedulers.of("m", "start") == [2] and schedulers.card("start").adapter == replaced("/newest")
 
@@ -78,6 +78,56 @@ def test_flags_that_were_changed_hold() -> None:
     schedulers = restarted_with(adapter("start"), replaced("/new", was_asked_for=False))
     assert not schedulers.lost_adapters.take_commands()
     assert schedulers.card("start").adapter == replaced("/new", was_asked_for=False)
+
+
+def with_unloaded(scheduler: Member, *names: str) -> Member:
+    assert scheduler.card is not None
+    return msgspec.structs.replace(scheduler, card=msgspec.structs.replace(scheduler.card, unloaded=list(names)))
+
+
+def restarted_without(*after: str) -> Schedulers:
+    """An operator has unloaded an adapter of the start, the last one, before the scheduler died."""
+    schedulers = Schedulers(["m"])
+    schedulers.changed(member(1, "start"))
+    schedulers.on_adapters(1, [], ["start"])
+    schedulers.gone(member(1), 10.0)
+    schedulers.changed(member(2, *after))
+    return schedulers
+
+
+def is_known(schedulers: Schedulers, name: str) -> bool:
+    try:
+        return schedulers.card(name).adapter is not None
+    except RequestError as e:
+        assert e.status == 404
+        return False
+
+
+def test_an_adapter_that_was_unloaded_is_unloaded_again() -> None:
+    schedulers = restarted_without("start")
+    [(to, command)] = schedulers.lost_adapters.take_commands()
+    assert (to, command.verb, command.adapter, command.is_repeated) == (2, ControlVerb.UNLOAD_ADAPTER, "start", True)
+    assert not schedulers.lost_adapters.take_commands() and not is_known(schedulers, "start")
+    schedulers.changed(member(2, "start"))  # a card that was sent before
+    assert not is_known(schedulers, "start")
+    schedulers.gone(member(2), 11.0)
+    schedulers.changed(member(3, "start"))
+    assert [command.adapter for _, command in schedulers.lost_adapters.take_commands()] == ["start"], "a second death"
+    schedulers.changed(with_unloaded(member(3), "start"))
+    schedulers.changed(with_unloaded(member(3), "start"))
+    assert not is_known(schedulers, "start") and not schedulers.lost_adapters.take_commands()
+
+
+def test_a_folder_that_no_flag_names_is_unloaded_again() -> None:
+    """Else the next request would load it from --lora-dir."""
+    [(_, command)] = restarted_without().lost_adapters.take_commands()
+    assert (command.verb, command.adapter) == (ControlVerb.UNLOAD_ADAPTER, "start")
+
+
+def test_an_operator_who_loads_it_meanwhile_is_heard() -> None:
+    schedulers = restarted_without("start")
+    schedulers.on_adapters(2, [replaced("/start")], [])
+    assert is_known(schedulers, "start")
 
 
 def test_a_prompt_adapter_is_loaded_again_as_one() -> None:

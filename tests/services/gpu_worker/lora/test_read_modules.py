@@ -104,6 +104,7 @@ WRONG = [
     (replaced(**{A: torch.ones(4, 32)}), "32"),
     (replaced(**{B: torch.ones(96, 4)}), "96"),
     (replaced(**{A: NAN}), "finite"),
+    (replaced(**{A: ONES[A] * 1e38, B: ONES[B] * 1e38}), "layers.1.self_attn.q_proj are too large for float32"),
     (replaced(**{A: torch.ones(4, 64, dtype=torch.int32)}), "int32"),
     (replaced(**{A: torch.ones(4, 64).to(torch.float8_e4m3fn)}), "float8_e4m3fn"),
     (replaced(**{f"{PREFIX}.lora_magnitude_vector": torch.ones(64)}), "lora_magnitude_vector"),

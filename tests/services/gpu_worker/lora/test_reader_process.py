@@ -23,9 +23,16 @@ from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.child_processes import job_deadlines
 from blockyard.services.gpu_worker.lora import reader_client
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, ReadModules, read_modules
-from blockyard.services.gpu_worker.lora.reader_client import LATE, MOST_DEATHS, MOST_S, NotRead, ReaderProcess
-from blockyard.services.gpu_worker.lora.reader_frames import ArrivingModules, ModulesRead
-from blockyard.services.gpu_worker.lora.reader_process import MODULES_A_FRAME
+from blockyard.services.gpu_worker.lora.reader_client import (
+    LATE,
+    MOST_CPU_S,
+    MOST_DEATHS,
+    MOST_S,
+    NotRead,
+    ReaderProcess,
+)
+from blockyard.services.gpu_worker.lora.reader_frames import ArrivingModules, FolderRead, ModulesRead, ReadFolder
+from blockyard.services.gpu_worker.lora.reader_process import MODULES_A_FRAME, answer
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.config.services.lora import LoraConfig
 from blockyard.shared.messages import AdapterPlaced
@@ -128,22 +135,63 @@ def test_several_folders_are_read_at_a_time_until_one_ends_the_process(
     reader.close()
 
 
-def test_an_adapter_whose_patterns_are_matched_for_ever_is_refused(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_weights_that_are_rewritten_in_place_while_they_are_read_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others wait for that, and are read."""
-    monkeypatch.setattr(reader_client, "MOST_CPU_S", 1)
-    monkeypatch.setattr(reader_client, "reader_threads", lambda: 2)
-    shutil.copytree(folder / "adapter", tmp_path / "slow")
-    config = json.loads((tmp_path / "slow" / "adapter_config.json").read_text())
+    """Both versions are whole files of equal size."""
+    write_many(tmp_path / "made", 400)
+    file, read, count = tmp_path / "made" / "adapter_model.safetensors", os.preadv, 0
+    before = file.read_bytes()
+    os.utime(file, ns=(0, 0))
+
+    def rewrite_and_read(*arguments: Any) -> int:
+        nonlocal count
+        count += 1
+        if count == 2:  # behind the header
+            file.write_bytes(before[:-4] + before[-8:-4])
+        return read(*arguments)
+
+    limits, asked = AdapterLimits(dtype=torch.float32), ReadFolder(1, str(tmp_path / "made"))
+    monkeypatch.setattr(os, "preadv", rewrite_and_read)
+    [whole, *_] = answer(asked, limits)
+    assert isinstance(whole, FolderRead) and count == 4
+    assert whole.digest == read_modules(tmp_path / "made", limits).digest
+
+
+def slow_to_match(folder: Path, to: Path) -> str:
+    shutil.copytree(folder / "adapter", to)
+    config = json.loads((to / "adapter_config.json").read_text())
     config |= {"target_modules": "(([a-z0-9_.])*)*!"}
-    (tmp_path / "slow" / "adapter_config.json").write_text(json.dumps(config))
+    (to / "adapter_config.json").write_text(json.dumps(config))
+    return str(to)
+
+
+def test_an_adapter_whose_patterns_are_matched_for_ever_is_refused_and_delays_no_other(
+    reader: ReaderProcess, folder: Path, tmp_path: Path
+) -> None:
+    before = reader.process_id
+    reader.ask(31, slow_to_match(folder, tmp_path / "slow"))
+    reader.ask(32, str(folder / "adapter"))
+    found = answers(reader, 31, 32)
+    assert "target_modules '(([a-z0-9_.])*)*!': the names of the adapter's modules cannot be" in str(found[31])
+    assert isinstance(found[32], ReadModules) and reader.process_id == before
+
+
+def test_an_adapter_that_takes_too_much_cpu_time_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel ends the process, which reads one at a time then, and then ends that one."""
+    monkeypatch.setattr(reader_client, "reader_threads", lambda: 2)
     reader = ReaderProcess(LIMITS)
-    reader.ask(1, str(tmp_path / "slow"))
-    reader.ask(2, str(folder / "adapter"))
-    found = answers(reader, 1, 2)
-    assert found[1] == NotRead("it cannot be read in 1 s of CPU time")
-    assert isinstance(found[2], ReadModules)
+    for process in (reader.process_id, None):
+        if process is not None:
+            os.kill(process, signal.SIGSTOP)
+            reader.ask(1, str(folder / "adapter"))
+        os.kill(before := reader.process_id, signal.SIGXCPU)
+        os.kill(before, signal.SIGCONT)
+        found, end_s = list[tuple[int, object]](), time.monotonic() + WAIT_S
+        while reader.process_id == before and time.monotonic() < end_s:
+            found += reader.receive()
+            time.sleep(0.002)
+    assert found + reader.receive() == [(1, NotRead(f"it cannot be read in {MOST_CPU_S} s of CPU time"))]
     reader.close()
 
 

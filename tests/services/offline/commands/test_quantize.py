@@ -52,3 +52,14 @@ def test_errors_are_one_line(tmp_path: Path) -> None:
 def test_wrong_flags(words: list[str], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         quantize.main(words)
+
+
+def test_a_model_inside_a_folder_of_modules(tmp_path: Path) -> None:
+    """The modules around it would be lost."""
+    inside = tmp_path / "0_Transformer"
+    inside.mkdir()
+    (inside / "config.json").write_text('{"architectures": ["BertModel"]}')
+    entry = '{"type": "sentence_transformers.models.Transformer", "path": "0_Transformer"}'
+    (tmp_path / "modules.json").write_text(f"[{entry}]")
+    with pytest.raises(ConfigError, match=r"0_Transformer: the modules\.json of this model is in the folder around it"):
+        quantize.main([str(tmp_path), str(tmp_path / "out"), "--to", "w4"])

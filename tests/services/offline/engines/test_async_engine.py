@@ -143,8 +143,8 @@ NAMES_OF_VLLM = (
     "sleep start_profile stop_profile update_weights wake_up checkpoint_prepare checkpoint_restore from_engine_args"
 )
 REFUSED = (
-    "add_request checkpoint_prepare checkpoint_restore get_vllm_config init_weight_transfer_engine list_loras "
-    "pin_lora remove_lora scale_elastic_ep start_profile stop_profile update_weights"
+    "add_request checkpoint_prepare checkpoint_restore get_vllm_config init_weight_transfer_engine "
+    "pin_lora scale_elastic_ep start_profile stop_profile update_weights"
 )
 
 

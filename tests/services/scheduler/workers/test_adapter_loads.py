@@ -345,6 +345,39 @@ def test_a_request_loads_no_adapter_that_an_operator_has_unloaded() -> None:
     assert answers(without) == [(404, "lora_name"), (400, "lora_name")]
 
 
+def test_an_unload_is_told_to_gateways_once_no_request_uses_the_adapter() -> None:
+    """Before that, its operator has no answer, and may be told that it failed."""
+    world = make(adapters=2)
+    submit(world, "1", "a0")
+    world.turn()
+    command(world, ControlVerb.UNLOAD_ADAPTER, "a0")
+    world.turn()
+    assert world.core.card is not None and names(world) == ["a1"] and world.core.card.unloaded == []
+    world.settle()
+    [gateway] = world.gateways.values()
+    assert [(one.status, one.unloaded) for one in gateway.controlled] == [(200, ["a0"])]
+    assert world.core.card.unloaded == ["a0"]
+    command(world, ControlVerb.LOAD_ADAPTER, "a0", "/0")
+    world.settle()
+    assert names(world) == ["a1", "a0"] and world.core.card.unloaded == []
+
+
+def test_an_unload_before_the_scheduler_died_is_repeated_unless_an_operator_loads_the_name() -> None:
+    world = make(adapters=1)
+    command(world, ControlVerb.UNLOAD_ADAPTER, "a0", is_repeated=True)
+    command(world, ControlVerb.UNLOAD_ADAPTER, "b", is_repeated=True)  # of --lora-dir
+    world.settle()
+    command(world, ControlVerb.LOAD_ADAPTER, "b", "/b", first_use=True)
+    assert [status for status, _ in answers(world)] == [200, 200, 404]
+    assert world.core.card is not None and names(world) == [] and world.core.card.unloaded == ["a0", "b"]
+    command(world, ControlVerb.LOAD_ADAPTER, "a0", "/0")
+    command(world, ControlVerb.UNLOAD_ADAPTER, "a0", is_repeated=True)  # another gateway, while it is loaded ...
+    world.settle()
+    command(world, ControlVerb.UNLOAD_ADAPTER, "a0", is_repeated=True)  # ... and when it is served
+    world.settle()
+    assert names(world) == ["a0"] and world.core.card.unloaded == ["b"]
+
+
 @pytest.mark.parametrize("is_accepted", [False, True])
 def test_an_adapter_that_no_worker_can_read_again_ends_its_requests_and_the_next_one_tries_again(
     is_accepted: bool,

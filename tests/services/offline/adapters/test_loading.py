@@ -6,8 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from blockyard import LoRARequest, PromptAdapterRequest
-from blockyard.services.offline.adapters import read_adapters
-from blockyard.services.offline.session import Session
+from blockyard.services.offline.adapters.loading import AdapterSession, read_adapters
 from blockyard.shared.messages import AdapterCard, Control, ModelCard
 
 
@@ -30,7 +29,8 @@ class Ring:
         return asyncio.run(cast(Any, function(self)))
 
     def digest(self, **asked: Any) -> bytes:
-        [[card]] = read_adapters(cast(Session, self), asked.get("lora"), 1, asked.get("prompt"))
+        [found] = read_adapters(cast(AdapterSession, self), asked.get("lora"), 1, asked.get("prompt"))
+        [card] = found.cards
         return card.digest
 
 

@@ -1,45 +1,27 @@
-"""Adapters of offline calls: each request may have one of LoRA and one of prompts, loaded when first asked for."""
+"""Loads the adapters of offline calls when they are first asked for, and unloads them by their numbers."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
-from blockyard.services.offline.batch import Adapters, OfflineRequest
-from blockyard.services.offline.session import Session
+from blockyard.services.offline.adapters.requests import LORA, PROMPT, Adapters, LoRARequest, PromptAdapterRequest
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import AdapterCard, Control, ControlVerb
+from blockyard.shared.messages import AdapterCard, Control, ControlVerb, ModelCard
 from blockyard.shared.ring_client.client import RingClient
 
-LORA, PROMPT = "lora", "prompt_adapter"  # with which vLLM's names of arguments and fields begin
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class LoRARequest:
-    """An adapter by its name, as vLLM's. Under another `lora_int_id` than before its folder is read again."""
+class AdapterSession(Protocol):
+    """What is used of a `Session`."""
 
-    lora_name: str
-    lora_int_id: int = 1
-    lora_path: str = ""
-    base_model_name: str | None = None
-    load_inplace: bool = False  # the folder is read again
+    adapter_numbers: dict[str, int]
 
-    def __post_init__(self) -> None:
-        _check(LORA, self.lora_name, "lora_int_id", self.lora_int_id)
+    @property
+    def card(self) -> ModelCard: ...
 
-
-@dataclass(frozen=True, slots=True)
-class PromptAdapterRequest:
-    """A prompt adapter by its name, as vLLM's. Under another id than before its folder is read again, which says how
-    many tokens it has."""
-
-    prompt_adapter_name: str
-    prompt_adapter_id: int = 1
-    prompt_adapter_local_path: str = ""
-    prompt_adapter_num_virtual_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        _check(PROMPT, self.prompt_adapter_name, "prompt_adapter_id", self.prompt_adapter_id)
+    def call(self, work: Callable[[RingClient], Coroutine[Any, Any, T]]) -> T: ...
 
 
 # of all prompts, or one for each
@@ -55,7 +37,7 @@ class AskedAdapters:
     of_lora: Sequence[LoRARequest | None]
     of_prompts: Sequence[PromptAdapterRequest | None]
 
-    def load(self, session: Session) -> list[Adapters]:
+    def load(self, session: AdapterSession) -> list[Adapters]:
         """Returns the adapters of each prompt, loaded. Raises RequestError."""
         loaded: dict[LoRARequest | PromptAdapterRequest, AdapterCard] = {}
         for one in dict.fromkeys(one for one in self.of_lora if one is not None):
@@ -66,11 +48,7 @@ class AskedAdapters:
             name, number = other.prompt_adapter_name, other.prompt_adapter_id
             loaded[other] = _load(session, PROMPT, name, path, "prompt_adapter_local_path", number)
         pairs = zip(self.of_lora, self.of_prompts, strict=True)
-        return [tuple(loaded[one] for one in pair if one is not None) for pair in pairs]
-
-    def load_for(self, session: Session, requests: list[OfflineRequest]) -> list[OfflineRequest]:
-        """Returns the requests with their adapters, loaded. Raises RequestError."""
-        return [replace(one, adapters=own) for one, own in zip(requests, self.load(session), strict=True)]
+        return [Adapters(tuple(loaded[one] for one in pair if one is not None), pair[0]) for pair in pairs]
 
 
 def ask_adapters(lora: LoRARequests, num_prompts: int, prompt: PromptAdapterRequests = None) -> AskedAdapters:
@@ -84,17 +62,38 @@ def ask_adapters(lora: LoRARequests, num_prompts: int, prompt: PromptAdapterRequ
 
 
 def read_adapters(
-    session: Session, lora: LoRARequests, num_prompts: int, prompt: PromptAdapterRequests = None
+    session: AdapterSession, lora: LoRARequests, num_prompts: int, prompt: PromptAdapterRequests = None
 ) -> list[Adapters]:
     """Returns the adapters of each prompt, loaded. Raises RequestError."""
     return ask_adapters(lora, num_prompts, prompt).load(session)
 
 
-def _check(kind: str, name: str, id_field: str, number: int) -> None:
-    if not name:
-        raise RequestError(f"{kind}_name is empty", f"{kind}_request")
-    if number < 1:
-        raise RequestError(f"{id_field} must be at least 1, got {number}", f"{kind}_request")
+def list_loras(session: AdapterSession) -> set[int]:
+    """The numbers of the loaded LoRA adapters that requests have given numbers."""
+
+    async def numbers(client: RingClient) -> set[int]:
+        return set(_numbered(session, client).values())
+
+    return session.call(numbers)
+
+
+def remove_lora(session: AdapterSession, number: int) -> bool:
+    """Unloads the LoRA adapters of a number, once no request uses them. Returns whether there was one."""
+
+    async def unload(client: RingClient) -> bool:
+        names = [name for name, own in _numbered(session, client).items() if own == number]
+        for name in names:
+            await client.controls.ask(Control("", ControlVerb.UNLOAD_ADAPTER, adapter=name))
+            session.adapter_numbers.pop(name, None)
+        return bool(names)
+
+    return session.call(unload)
+
+
+def _numbered(session: AdapterSession, client: RingClient) -> dict[str, int]:
+    """Numbers of the LoRA adapters that are served, by name."""
+    served, numbers = client.schedulers.card(session.card.names[0]).adapters, session.adapter_numbers
+    return {one.name: numbers[one.name] for one in served if not one.is_prompt and one.name in numbers}
 
 
 def _check_names(named: Sequence[tuple[str, str, str]]) -> None:
@@ -131,7 +130,7 @@ def _each(
 
 
 def _load(
-    session: Session, kind: str, name: str, path: str, path_field: str, number: int, *, reads_again: bool = False
+    session: AdapterSession, kind: str, name: str, path: str, path_field: str, number: int, *, reads_again: bool = False
 ) -> AdapterCard:
     """number: the caller's, of these bytes. reads_again: also if the folder is loaded under this number."""
     model, field, is_prompt = session.card.names[0], f"{kind}_request", kind == PROMPT
