@@ -15,7 +15,6 @@ _CONSTANTS = {  # bits of: the number to which a code is added, that number nega
 }
 _E2M1 = {torch.bfloat16: (6, 0x01C0, 0x7E80), torch.float16: (9, 0x0E00, 0x7400)}  # shift, mask, power of 2
 OFFSET = {torch.bfloat16: 128, torch.float16: 1024}  # the number to which a code is added
-SMALL = {torch.bfloat16: 2.0**126, torch.float16: 2.0**14}
 _FMA = {torch.bfloat16: "fma.rn.bf16x2", torch.float16: "fma.rn.f16x2"}
 
 # operands: $0, $1 the numbers of the lower halves, $2, $3 of the upper ones, $4 four bytes
@@ -39,7 +38,7 @@ def unpack_assembly(
     """The instructions, or "" where there are none. middle: integers are less 8. table: of 16 numbers.
 
     of_words: a pair has codes i and i + 4 of a word, which takes fewer instructions than codes of adjacent bytes.
-    small: numbers of E2M1 are multiplied by 1 / SMALL of this dtype, which saves a product where scales follow.
+    small: numbers of E2M1 are multiplied by 2 ** -126, of float16 by 2 ** -14, for which scales that follow make up.
     has_offset: integers are greater than codes by OFFSET of this dtype, which saves a difference.
     """
     if dtype not in _CONSTANTS:

@@ -179,7 +179,7 @@ def of_host(config: WorkerConfig) -> WorkerConfig:
 def read_settings(config: WorkerConfig, report: StartReport) -> dict[str, Any]:
     folder = Path(config.model_path)
     settings = read_config(Path(config.config_path or folder), config.config_overrides, report.note)
-    return settle_classifier(settings, folder, Path(config.tokenizer_path or folder))
+    return settle_classifier(settings, config.modules_folder, Path(config.tokenizer_path or folder))
 
 
 def load(

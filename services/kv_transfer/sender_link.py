@@ -121,8 +121,8 @@ class SenderLink:
 
     @property
     def needs_polling(self) -> bool:
-        """Whether a GPU copies."""
-        return self._own.needs_polling
+        """Whether a GPU copies, or a copy waits for layers of a step that runs."""
+        return self._own.needs_polling or (bool(self.connector) and not self.closed and self._transfers.awaits_layers)
 
     def begin(self, number: int, receiver_generation: int) -> None:
         """Opens a transfer. Raises ValueError for a used number."""

@@ -78,17 +78,24 @@ class TextBatches:
             return self._written(self._text_template, request, wanted)
         if request.instruction is not None:
             raise RequestError("this model has no template of pairs that shows an instruction", "instruction")
-        texts = [request.prompt + request.texts[i] for i in wanted]
+        texts = [request.texts[i] for i in wanted]
         seconds = [request.seconds[i] for i in wanted] if request.seconds else []
-        special = request.add_special_tokens
+        special, left, most_first = request.add_special_tokens, request.truncates_left, request.max_first_tokens
+        if request.prompt and (most_first or (request.truncate and left)):
+            texts, most_first = self._cut_texts(texts, left, most_first), 0  # the prompt is no part of what is cut
+            if request.truncate and left:
+                return self._cut_behind_prompt(
+                    request, texts, self._cut_texts(seconds, left, request.max_second_tokens)
+                )
+        texts = [request.prompt + text for text in texts]
         try:
-            if not request.max_first_tokens and not request.max_second_tokens:
+            if not most_first and not request.max_second_tokens:
                 self._truncate(request.max_tokens if request.truncate else 0, request.truncates_left)
                 inputs = list(zip(texts, seconds, strict=True)) if seconds else texts
                 return list(self._tokenizer.encode_batch_fast(inputs, add_special_tokens=special))
             sides = [
-                self._cut(side, most, request.truncates_left)
-                for side, most in ((texts, request.max_first_tokens), (seconds, request.max_second_tokens))
+                self._cut(side, most, left)
+                for side, most in ((texts, most_first), (seconds, request.max_second_tokens))
             ]
             self._truncate(request.max_tokens if request.truncate else 0, request.truncates_left)
             others: list[Encoding | None] = [*sides[1]] if seconds else [None] * len(texts)
@@ -97,6 +104,29 @@ class TextBatches:
             ]
         finally:
             self._tokenizer.no_truncation()
+
+    def _cut_behind_prompt(
+        self, request: TokenizeTexts, texts: Sequence[str], seconds: Sequence[str]
+    ) -> list[Encoding]:
+        """Encodes the prompt with each text or pair. If that is too long, beginnings of the texts are cut."""
+        special, tokenizer = request.add_special_tokens, self._tokenizer
+        (prompt,) = tokenizer.encode_batch_fast([request.prompt], add_special_tokens=False)
+        firsts = [request.prompt + text for text in texts]
+        whole = list(zip(firsts, seconds, strict=True)) if seconds else firsts
+        found = list(tokenizer.encode_batch_fast(whole, add_special_tokens=special))
+        for place, text in enumerate(texts):
+            second = seconds[place] if seconds else None
+            room = request.max_tokens - len(prompt.ids)
+            while len(found[place].ids) > request.max_tokens and room > 0:
+                self._truncate(room, left=True)
+                kept = tokenizer.encode(text, second, add_special_tokens=special)
+                tokenizer.no_truncation()
+                first = request.prompt + _kept_end(kept, 0, text)
+                other = None if second is None else _kept_end(kept, 1, second)
+                found[place] = tokenizer.encode(first, other, add_special_tokens=special)
+                # once more where what is left takes more tokens than within the text
+                room -= max(1, len(found[place].ids) - request.max_tokens)
+        return found
 
     def _rendered(self, template: PairTemplate, request: TokenizeTexts, wanted: Sequence[int]) -> list[Encoding]:
         """Encodes rendered pairs. Templates have special tokens. If a pair is too long, the document is cut.
@@ -171,6 +201,12 @@ def _cut_text(text: str, offsets: Sequence[tuple[int, int]], count: int, left: b
     if left:
         return text[max(offsets[-count][0], offsets[-count - 1][1]) :]
     return text[: min(offsets[count - 1][1], offsets[count][0])]
+
+
+def _kept_end(encoding: Encoding, which: int, text: str) -> str:
+    """The end of a text whose last tokens are in the encoding. which: 1 for the second text of a pair."""
+    starts = [o[0] for one, o in zip(encoding.sequence_ids, encoding.offsets, strict=True) if one == which]
+    return text[min(starts) :] if starts else ""
 
 
 def _problem(index: int, ids: list[int], request: TokenizeTexts, vocab_size: int) -> TextError | None:

@@ -14,7 +14,7 @@ from blockyard.shared.context_length import longest_sequence, too_long
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.json_objects import merge_patch, read_json
 from blockyard.shared.messages import SamplingDefaults
-from blockyard.shared.quantization.method import check_quantization, settle_quantization
+from blockyard.shared.quantization.method import check_quantization, quantized_at_load, settle_quantization
 from blockyard.shared.quantization.reading import CONFIG, KEY
 from blockyard.shared.quantization.table import GGUF, NAMES
 
@@ -46,8 +46,15 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     quantization: dict[str, Any] = {}  # quantization_config by another file than config.json
     quantization_file: str = CONFIG  # that has it
     quantization_notes: list[str] = []  # see `quantization_files`
+    # name of a tensor that only quantized weights have; "": there is none; None: it is not known
+    quantized_tensor: str | None = None
     config_path: Path | None = None  # folder of config.json, if it is not `path`
+    modules_path: Path | None = None  # folder of modules.json, if it is not `path`
     adapters: list[AdapterSource] = []  # that a server begins with, with the paths of their folders
+
+    @property
+    def modules_folder(self) -> Path:
+        return self.modules_path or self.path
 
 
 def model_length(config: dict[str, Any]) -> int | None:
@@ -101,13 +108,26 @@ def quantized_overrides(values: Values, checkpoint: Checkpoint) -> dict[str, Any
     merged = merge_patch(checkpoint.config, overrides)
     asked = asked_quantization(values)
     check_quantization(merged, checkpoint.quantization_file)
+    if _is_of_16_bits(checkpoint):
+        overrides |= quantized_at_load(merged)
     if asked is None:
         return overrides
     on_gpu_refused = NAMES[asked.lower()].refused_on_gpu
     if on_gpu_refused and on_gpu(values):
         raise ConfigError(f"{values.where('quantization')} {asked}: {on_gpu_refused}")
-    flag = "quantization" if values["quantization"] is not None else "load-format"
-    return overrides | settle_quantization(asked, merged, values.where(flag))
+    return overrides | settle_quantization(asked, merged, values.where(quantization_flag(values)))
+
+
+def quantization_flag(values: Values) -> str:
+    """Returns the flag that names a quantization, if one does."""
+    return "quantization" if values["quantization"] is not None else "load-format"
+
+
+def _is_of_16_bits(checkpoint: Checkpoint) -> bool:
+    """Whether weights are not quantized in the files. Where it is not known, config.json and its like say it."""
+    if checkpoint.quantized_tensor is not None:
+        return checkpoint.quantized_tensor == ""
+    return not checkpoint.quantization and not checkpoint.config.get(KEY)
 
 
 def asked_quantization(values: Values) -> str | None:

@@ -271,6 +271,7 @@ def worker(of_role: WorkersOfRole, model: Checkpoint, process: ProcessConfig) ->
         | {
             "model_path": str(model.path),
             "config_path": str(model.config_path or ""),
+            "modules_path": str(model.modules_path or ""),
             "tokenizer_path": str(model.tokenizer_path),
             "load_format": file_format(values),
             "served_model_names": served_names(values),

@@ -178,3 +178,4 @@ class PoolingCard(FrameStruct, frozen=True):
     has_kv: bool = False  # a decoder: it has a KV cache
     is_lower_case: bool = False  # texts are made lower case before they are tokenized
     writes_messages: bool = False  # each text is written by the chat template
+    joins_dense: bool = False  # dense layers read the vectors of several modes, joined: no other mode makes their input

@@ -7,7 +7,7 @@ import msgspec
 
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.quantization.reading import CONFIG, KEY, NoSettings, read, stated
-from blockyard.shared.quantization.table import GGUF, NAMES, READ, TABLE, QuantizationName
+from blockyard.shared.quantization.table import BITSANDBYTES, GGUF, NAMES, READ, TABLE, QuantizationName
 
 VENDOR = "intel/"  # in front of auto-round in older files
 _MOST_SHOWN = 80  # characters of a value
@@ -20,7 +20,7 @@ def _said_method(said: Mapping[str, Any]) -> Any:
     if method is None and isinstance(producer, Mapping):
         return producer.get("name")
     if method is None and (said.get("load_in_4bit") or said.get("load_in_8bit")):
-        return "bitsandbytes"
+        return BITSANDBYTES
     return method
 
 
@@ -87,6 +87,18 @@ def has_fp8_kv(said: Mapping[str, Any]) -> bool:
         return str(_said_method(said)).lower() == "fp8"
     algo = said.get("kv_cache_quant_algo")
     return isinstance(algo, str) and algo.upper() == "FP8"
+
+
+def quantized_at_load(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what is merged over config.json of a checkpoint whose weights are not quantized, where its
+    quantization_config is one with which transformers quantizes weights while it loads them: that of bitsandbytes.
+
+    Raises what `quantization_method` raises.
+    """
+    method = quantization_method(config)
+    if method is None or method.name != BITSANDBYTES:
+        return {}
+    return {KEY: {**config[KEY], "quant_method": BITSANDBYTES, "from_16_bits": True}}
 
 
 def settle_quantization(asked: str, config: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Reads quantization_config as a struct."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -10,6 +10,7 @@ from blockyard.shared.errors import ConfigError
 
 KEY, CONFIG = "quantization_config", "config.json"
 REGEX = "re:"  # in front of a regular expression among names
+ANY_KEY = "[...]"  # of an object whose keys are no fields, in the path of an error
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+|\.\.\.)\]")  # of the path of an error: a field, or an element
 _MOST_SHOWN = 80  # characters of a value
 _JSON_NAMES = {str: "str", bool: "bool", int: "int", float: "float", list: "array", dict: "object", type(None): "null"}
@@ -46,9 +47,14 @@ def convert(said: Any, struct: type[T]) -> T:
         raise ValueError(f"{_show(said)} is no object")
     given = {key: value for key, value in said.items() if value is not None}
     try:
-        return msgspec.convert(given, struct, strict=False, dec_hook=_convert_word)
+        return _convert(given, struct)
     except msgspec.ValidationError as e:
-        raise ValueError(_describe(given, e)) from e
+        message, path = _parts(e)
+        raise ValueError(_describe(given, message, path, _wrong_key(given, struct, path))) from e
+
+
+def _convert(given: Any, struct: type[T]) -> T:
+    return msgspec.convert(given, struct, strict=False, dec_hook=_convert_word)
 
 
 def _convert_word(type_: type, value: Any) -> Word:
@@ -57,26 +63,55 @@ def _convert_word(type_: type, value: Any) -> Word:
     return Word(value.lower())
 
 
-def _describe(said: Mapping[str, Any], error: msgspec.ValidationError) -> str:
-    """Returns the error with the value of the field that it names; errors of structs say it themselves."""
+def _parts(error: msgspec.ValidationError) -> tuple[str, str]:
+    """Returns message and path: "config_groups[...].weights", where `[...]` stands for a key."""
     message, _, path = str(error).partition(" - at `$")
-    path = path.rstrip("`").removeprefix(".")
+    return message, path.rstrip("`").removeprefix(".")
+
+
+def _wrong_key(given: Mapping[str, Any], struct: type[T], path: str) -> str | None:
+    """Returns the key that the first `[...]` of a path stands for: what is wrong is so without the other keys, too."""
+    head, dots, _ = path.partition(ANY_KEY)
+    fields = head.split(".")
+    found = next(_values(given, fields), None)
+    for key in found if dots and isinstance(found, Mapping) else ():
+        try:
+            _convert(_with_one_key(given, fields, key), struct)
+        except msgspec.ValidationError as e:
+            if _parts(e)[1].startswith(head + ANY_KEY):
+                return str(key)
+    return None
+
+
+def _with_one_key(given: Mapping[str, Any], fields: Sequence[str], key: str) -> dict[str, Any]:
+    """A copy in which the object at a path of fields has one key."""
+    if not fields:
+        return {key: given[key]}
+    return {**given, fields[0]: _with_one_key(given[fields[0]], fields[1:], key)}
+
+
+def _describe(said: Mapping[str, Any], message: str, path: str, key: str | None) -> str:
+    """Returns an error with the value of the field that it names; errors of structs say it themselves."""
+    shown = path if key is None else path.replace(ANY_KEY, f"[{key!r}]", 1)
     got = re.search(r"got `(\w+)`$", message)
     if not path:
         return message
     if got is None:
-        return f"{path}: {message}"
-    for value in _values(said, [one.group(1) or one.group(2) for one in _STEP.finditer(path)]):
+        return f"{shown}: {message}"
+    steps = [one.group(1) or one.group(2) for one in _STEP.finditer(path)]
+    if key is not None:
+        steps[steps.index("...")] = key
+    for value in _values(said, steps):
         if _JSON_NAMES.get(type(value)) == got.group(1):
-            return f"{path} is {_show(value)}: {message}"
-    return f"{path}: {message}"
+            return f"{shown} is {_show(value)}: {message}"
+    return f"{shown}: {message}"
 
 
 def _show(value: Any) -> str:
     return msgspec.json.encode(value).decode()[:_MOST_SHOWN]
 
 
-def _values(value: Any, path: list[str]) -> Iterable[Any]:
+def _values(value: Any, path: list[str]) -> Iterator[Any]:
     """Yields the values that a path may mean: the keys of objects that are no fields are `...` in it."""
     if not path:
         yield value

@@ -13,7 +13,7 @@ import msgspec
 from blockyard.shared.quantization import floats, groups, integers
 from blockyard.shared.quantization.reading import LeftOutNames, NoSettings
 
-GGUF = "gguf"
+BITSANDBYTES, GGUF = "bitsandbytes", "gguf"
 AT_LOAD = "dequantized at load"
 FOREIGN = "needs hardware that this project does not support"
 FP8, FP8_BLOCK, INT8, W4 = QUANTIZED_TO = ("fp8", "fp8-block", "int8", "w4")  # by `blockyard quantize`
@@ -43,7 +43,7 @@ def _fp8(**more: Any) -> dict[str, Any]:
     return {"quant_method": "fp8", "from_16_bits": True, **more}
 
 
-NF4 = {"quant_method": "bitsandbytes", "from_16_bits": True, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+NF4 = {"quant_method": BITSANDBYTES, "from_16_bits": True, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 TABLE = (
     QuantizationName("aqlm", integers.AqlmSettings, note=AT_LOAD),
@@ -51,7 +51,7 @@ TABLE = (
     QuantizationName("awq", integers.AwqSettings),
     QuantizationName("awq_marlin", alias_of=("awq",)),
     QuantizationName("bitblas", refused="needs the kernels of BitBLAS; gptq reads the same weights"),
-    QuantizationName("bitsandbytes", integers.BitsAndBytesSettings, of_16_bits=NF4),
+    QuantizationName(BITSANDBYTES, integers.BitsAndBytesSettings, of_16_bits=NF4),
     QuantizationName("compressed-tensors", groups.CompressedSettings),
     QuantizationName(
         "deepspeedfp", floats.Fp8Settings, format_of="fp8", alias_of=("fp8",), of_16_bits={}, note="8 bits"

@@ -128,9 +128,10 @@ class LoadRun:
     num_ended: int = 0
     num_refused: int = 0
     cpu_s: Callable[[], float] = time.process_time  # of the busiest client process
+    started_cpu_s: float = 0.0  # CPU time at the start
 
     def begin(self, at_s: float, cpu_s: Callable[[], float]) -> None:
-        self.started_s, self.cpu_s = at_s, cpu_s
+        self.started_s, self.cpu_s, self.started_cpu_s = at_s, cpu_s, cpu_s()
 
     def end(self, at_s: float) -> None:
         self.ended_s = at_s

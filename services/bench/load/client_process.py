@@ -3,7 +3,6 @@
 import asyncio
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import BinaryIO, TypeVar
 
@@ -39,7 +38,7 @@ class ClientProgress(msgspec.Struct, frozen=True, tag=True):
     num_running: int
     num_ended: int
     num_refused: int
-    cpu_s: float  # of this process since it began
+    cpu_s: float  # of this process since its start message
 
 
 class ClientDone(msgspec.Struct, frozen=True, tag=True):
@@ -93,7 +92,7 @@ def read_all(load: LoadRun, output_lens: Sequence[int]) -> list[RequestResult]:
 
 
 def _progress(load: LoadRun) -> ClientProgress:
-    return ClientProgress(load.num_running, load.num_ended, load.num_refused, time.process_time())
+    return ClientProgress(load.num_running, load.num_ended, load.num_refused, load.cpu_s() - load.started_cpu_s)
 
 
 async def _send_progress(load: LoadRun, send: Callable[[msgspec.Struct], None]) -> None:

@@ -47,27 +47,31 @@ class CpuMonitor:
         self._load, self._bar = load, bar
 
     async def __aenter__(self) -> "CpuMonitor":
-        self._began = self._sample()
         self._task = asyncio.create_task(self._sample_each_period())
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         self._task.cancel()
-        self.cpu_share = cpu_share(self._began, self._sample())
+        self.cpu_share = cpu_share(self._start(), self._sample())
         self.peak_cpu_share = max(self.peak_cpu_share, self.cpu_share)
         if self._bar is not None:
             self._bar.show(self._load)
             self._bar.close()
 
     async def _sample_each_period(self) -> None:
-        before = self._began
+        before = None
         while True:
             await asyncio.sleep(PERIOD_S)
-            now = self._sample()
-            self.peak_cpu_share = max(self.peak_cpu_share, cpu_share(before, now))
-            before = now
+            if self._load.started_s:
+                now = self._sample()
+                self.peak_cpu_share = max(self.peak_cpu_share, cpu_share(before or self._start(), now))
+                before = now
             if self._bar is not None:
                 self._bar.show(self._load)
+
+    def _start(self) -> tuple[float, float]:
+        """The sample of the start. Until then client processes import modules, and `cpu_s` is that of this one."""
+        return self._load.started_s, self._load.started_cpu_s
 
     def _sample(self) -> tuple[float, float]:
         """(wall time, CPU time). After the last response the wall clock stops: parsing is not part of the run."""

@@ -57,7 +57,7 @@ def start_encoder(start: EncoderStart) -> EncoderRunner:
     choice, output = choose_output(config, start.settings, model)
     report.note(choice.describe())
     task = PoolingTask.EMBED if config.task == "generate" else PoolingTask(config.task)
-    card = make_card(task, choice, start.settings, Path(config.model_path), start.max_model_len, has_kv=False)
+    card = make_card(task, choice, start.settings, config.modules_folder, start.max_model_len, has_kv=False)
     geometry = geometry_of(model, config, start.max_model_len, card)
     graphs, announce, mirror = None, None, None
     if ranks is not None and team is not None and team.send is not None:

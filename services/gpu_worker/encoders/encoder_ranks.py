@@ -1,12 +1,13 @@
 """A model without KV on several ranks: the leader tells followers of each step, and pools what all have computed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.packed_attention import PackedAttention, PackedProduct
+from blockyard.services.gpu_worker.interfaces import StoredLayers
 from blockyard.services.gpu_worker.loading.weight_offload import OffloadedWeights
 from blockyard.services.gpu_worker.lora.worker_adapters import WorkerAdapters
 from blockyard.services.gpu_worker.models.interface import Model, tensors_of
@@ -32,6 +33,7 @@ class EncoderFollower:
     """Computes its share of each step. It pools nothing."""
 
     adapters: WorkerAdapters | None = None
+    stored: Sequence[StoredLayers] = ()
 
     def __init__(self, model: Model, ranks: RankGroups, make_product: Callable[[Ints], PackedProduct]) -> None:
         """make_product: see `PackedSteps`."""

@@ -76,6 +76,8 @@ def tensors_of(file: Path) -> Iterator[GgufTensor]:
         name, kind = hf_name(file, one.name), one.tensor_type.name
         is_turned = architecture == LLAMA and re.search(r"\.attn_[qk]\.", one.name) is not None
         num_heads = heads[1] if ".attn_k." in one.name and heads[1] is not None else heads[0]
+        if is_turned and num_heads is None:
+            raise LoadError(f"{file}: {architecture}.attention.head_count is missing, by which {one.name} has its rows")
         if is_turned and (not isinstance(num_heads, int) or num_heads < 1 or one.data.shape[0] % (2 * num_heads)):
             raise LoadError(f"{file}: {one.name} has {one.data.shape[0]} rows, no whole pairs of {num_heads} heads")
         shape = tuple(int(size) for size in one.shape[::-1])

@@ -131,6 +131,7 @@ class DeviceForward(Frame, frozen=True):
     num_vectors: int = 0  # tokens with a vector as input: their rows, int64, and the vectors follow as collectives
     vector_width: int = 0
     measures_scales: bool = False  # K and V of its prompts set the scales of the KV memory, see `KVPool`
+    records_layers: bool = False  # each run tells the host which layers are stored, for `SendBlocks` of that step
 
 
 class PackedForward(Frame, frozen=True):
@@ -302,9 +303,10 @@ class ReceiveBlocks(Frame, frozen=True):
 
 
 class SendBlocks(Frame, frozen=True):
-    """Send blocks, which are complete, in all layers."""
+    """Send blocks in all layers."""
 
     send: KVSend
+    is_running: bool = False  # the last step that records layers fills them; otherwise they are complete
 
 
 class AbortBlocks(Frame, frozen=True):

@@ -21,7 +21,7 @@ from blockyard.shared.errors import ConfigError
 
 def choose_output(config: WorkerConfig, settings: dict[str, Any], model: Model) -> tuple[PoolingChoice, PoolingOutput]:
     """Returns how the model pools, and what does it. settings: config.json. Raises ConfigError or LoadError."""
-    folder, kind = Path(config.model_path), first_kind(settings)
+    folder, kind = config.modules_folder, first_kind(settings)
     try:
         values = msgspec.json.decode(config.pooler_config, type=dict[str, Any])
     except msgspec.MsgspecError as e:

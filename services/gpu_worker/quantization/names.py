@@ -21,6 +21,8 @@ FUSED = {  # names of products -> names of their parts
 HEAD = "lm_head"
 # last parts of names of matrices that a method leaves out unless the file names them
 ROUTERS = ("gate", "router", "shared_expert_gate")
+# first parts of names of output layers: of vocabularies, classifiers and reward models
+_OUTPUTS = frozenset({HEAD, "classifier", "cls", "head", "pooler", "score"})
 _EMBEDDING = re.compile(r"(wte|wpe|embed\w*|\w*embeddings?)$")  # last parts of names
 _LAYER = re.compile(r"(?:.*?\.)?(?:layers?|h|blocks)\.\d+(?=\.)")
 _MARKS = "*?["
@@ -137,6 +139,12 @@ def is_left_out(name: str) -> bool:
     *_, parent, last = "", *name.split(".")
     is_router = last in ROUTERS or parent in ROUTERS  # some routers are modules with a matrix
     return last == HEAD or is_router or _EMBEDDING.match(last) is not None
+
+
+def is_left_out_at_load(name: str) -> bool:
+    """The same of methods that quantize a 16-bit checkpoint while it loads: also the output layers of classifiers,
+    which transformers and vLLM leave alone."""
+    return is_left_out(name) or bare(name).partition(".")[0] in _OUTPUTS
 
 
 class SettingsByName(Generic[T]):

@@ -48,14 +48,16 @@ MOST_NAMED = 10  # names of a file in one line
 class QuantizedFormat:
     """Implements `Format` by a scheme."""
 
-    def __init__(self, scheme: Scheme, table: WeightTable) -> None:
-        self._scheme, self._others = scheme, UnquantizedFormat()
-        self._dequantized = _Dequantized()
+    def __init__(self, scheme: Scheme, table: WeightTable, method: str) -> None:
+        """method: its name, for the start's report."""
+        self._scheme, self._others, self._method = scheme, UnquantizedFormat(), method
+        self._dequantized, self._has_quantized = _Dequantized(), False
         table.after_load(partial(self._name_unused, table))
         table.after_load(partial(self._dequantized.name_memory, table))
+        table.after_load(partial(self._name_nothing, table))
 
     def linear(self, table: WeightTable, spec: LinearSpec) -> LinearMethod:
-        stored = [self._scheme.stored(_matrix(table, one, spec)) for one in spec.parts]
+        stored = [self._stored(_matrix(table, one, spec)) for one in spec.parts]
         if spec.split is Split.INPUTS and table.shard.size > 1:
             stored = [_without_order(one, spec.in_features, table.dtype) for one in stored]
         runs = [
@@ -110,7 +112,7 @@ class QuantizedFormat:
         if bias is not None:
             place_rows(table, matrix, bias, spec.suffixes[1], is_stacked=spec.stacked, experts=spec)
         own = spec.own or range(spec.num_experts)
-        placement = _Placement(table, matrix, form, memory)
+        placement = _Placement(table, matrix, form, memory, of_experts=True)
         for number, some in enumerate(stored):
             parts = [one for one in some if one is not None]
             if spec.stacked:
@@ -135,12 +137,12 @@ class QuantizedFormat:
                 matrix = replace(matrix, experts=spec.num_experts, suffix=spec.suffixes[0])
             else:
                 matrix = replace(matrix, name=one.name.format(number))
-            found.append(_without_order(self._scheme.stored(matrix), matrix.inputs, table.dtype))
+            found.append(_without_order(self._stored(matrix), matrix.inputs, table.dtype))
         return found
 
     def plain(self, table: WeightTable, spec: LinearSpec, dtype: torch.dtype) -> Tensor:
         [one] = spec.parts
-        stored = self._scheme.stored(replace(_matrix(table, one, spec), plain=True))
+        stored = self._stored(replace(_matrix(table, one, spec), plain=True))
         if stored is None:
             return self._others.plain(table, spec, dtype)
         weight = table.empty(spec.num_outputs(table.shard), spec.num_inputs(table.shard), dtype=dtype)
@@ -153,6 +155,15 @@ class QuantizedFormat:
 
         _Placement(table, spec, numbers.form, {WEIGHT: weight}).place([replace(numbers, to_kept=to_kept)])
         return weight
+
+    def _stored(self, matrix: Matrix) -> StoredMatrix | None:
+        found = self._scheme.stored(matrix)
+        self._has_quantized = self._has_quantized or (found is not None and found.is_certain)
+        return found
+
+    def _name_nothing(self, table: WeightTable) -> None:
+        if not self._has_quantized:
+            table.note("quantization that quantizes no weight of this model", self._method)
 
     def _name_unused(self, table: WeightTable) -> None:
         """Files may also name norms and heads, tied ones too, and parts of the checkpoint that are not used."""
@@ -190,12 +201,20 @@ class _Dequantized:
 class _Placement:
     """Gives the stored tensors of a product places in its memory."""
 
-    def __init__(self, table: WeightTable, spec: LinearSpec, form: KeptForm, memory: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        table: WeightTable,
+        spec: LinearSpec,
+        form: KeptForm,
+        memory: Mapping[str, Tensor],
+        *,
+        of_experts: bool = False,
+    ) -> None:
         """memory: of this rank, of experts with a leading dimension. Raises ConfigError if a rank's inputs cut what
         one element stands for."""
         self._table, self._spec, self._memory, self._fill = table, spec, memory, form.fill
         self._stated, self._lock = form.tensors(), Lock()
-        self._columns = {name: _columns(one, spec, table.shard) for name, one in self._stated.items()}
+        self._columns = {name: _columns(one, spec, table.shard, of_experts) for name, one in self._stated.items()}
         self._is_filled = False
         for name, one in self._stated.items():
             if one.is_one_number:
@@ -288,15 +307,16 @@ def _without_order(stored: StoredMatrix | None, inputs: int, dtype: torch.dtype)
     return _as_numbers(stored, inputs, dtype)
 
 
-def _columns(one: KeptTensor, spec: LinearSpec, shard: Shard) -> range | None:
+def _columns(one: KeptTensor, spec: LinearSpec, shard: Shard, of_experts: bool) -> range | None:
     """The elements of the last dimension that a rank has. None: all."""
     if one.inputs is None or spec.split is not Split.INPUTS:
         return None
     own = spec.inputs.share(shard)
     if own.start % one.inputs or (own.stop % one.inputs and own.stop != spec.in_features):
+        whole = "; with --enable-expert-parallel a rank has whole experts" if of_experts else ""
         raise ConfigError(
-            f"{spec.parts[0].name}: inputs {own.start} to {own.stop - 1}, which a rank has, are no whole groups of "
-            f"{one.inputs}"
+            f"--tensor-parallel-size {shard.size}: {spec.parts[0].name.format(0)}: inputs {own.start} to "
+            f"{own.stop - 1}, which a rank has, are no whole groups of {one.inputs}{whole}"
         )
     return range(own.start // one.inputs, -(-own.stop // one.inputs))
 

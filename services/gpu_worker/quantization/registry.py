@@ -22,4 +22,4 @@ def find_format(config: Mapping[str, Any], table: WeightTable) -> Format:
         return UnquantizedFormat()
     # The table holds names, as that of architectures does: the launcher reads it too and must not import torch.
     build: Build = resolve_name(f"{__package__}.formats.{method.module}:build")
-    return QuantizedFormat(build(config[KEY], table), table)
+    return QuantizedFormat(build(config[KEY], table), table, method.name)

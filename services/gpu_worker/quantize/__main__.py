@@ -31,6 +31,11 @@ def table(written: Written) -> str:
     before = sum(layer.bytes_before for layer in written.layers.values())
     after = sum(layer.bytes_after for layer in written.layers.values())
     lines.append(f"{'all':<24}{'':>9}{before / 1e6:>12.2f}{after / 1e6:>11.2f}")
+    if written.stacks:
+        first, size = next(iter(written.stacks)), sum(written.stacks.values()) / 1e6
+        lines.append(
+            f"stacked experts that stay as they are: {len(written.stacks)} tensors, {size:.2f} MB ({first} ...)"
+        )
     return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
 """Reads a model folder and writes the quantized one, file by file and tensor by tensor."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 from blockyard.services.gpu_worker.loading.weights import FLOATS
 from blockyard.services.gpu_worker.quantization.names import HEAD, NamePatterns, is_left_out, layer_of
 from blockyard.services.gpu_worker.quantize.rounding import Rounding, config, round_matrix
+from blockyard.services.gpu_worker.quantize.stacked_experts import are_left_out, find_stacks
 from blockyard.shared.config.pooling.sentence_modules import module_folders
 from blockyard.shared.config.text_part import text_part
 from blockyard.shared.errors import ConfigError
@@ -25,6 +26,7 @@ from blockyard.shared.quantization.table import W4
 
 INDEX = "model.safetensors.index.json"
 WEIGHT = ".weight"
+STACK_DIMS = 3
 CONV1D = frozenset({"GPT2LMHeadModel", "OpenAIGPTLMHeadModel"})  # architectures
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # ends of names of files that are not copied
 
@@ -47,6 +49,7 @@ class Layer:
 class Written:
     layers: dict[str, Layer] = field(default_factory=dict)  # by prefix; "" has the matrices in no layer
     ignored: list[str] = field(default_factory=list)
+    stacks: dict[str, int] = field(default_factory=dict)  # bytes by name of stacked experts that stay as they are
     weight_map: dict[str, str] = field(default_factory=dict)  # tensor -> file
     size_bytes: int = 0
 
@@ -66,11 +69,12 @@ def quantize(source: Path, target: Path, how: Rounding) -> Written:
         raise ConfigError(f"{source}: no .safetensors files")
     if target.exists() and any(target.iterdir()):
         raise ConfigError(f"{target}: the folder is not empty")
-    folders, patterns, written = module_folders(source), NamePatterns(how.ignore), Written()
-    _check(source, files, how, patterns)
+    folders, written, shapes = module_folders(source), Written(), _read_shapes(files)
+    plan = _Plan(said, shapes, how)
+    plan.check(source, shapes)
     target.mkdir(parents=True, exist_ok=True)
     for file in files:
-        tensors = dict(_rounded(file, how, patterns, written))
+        tensors = dict(_rounded(file, plan, written))
         save_file(tensors, target / file.name, {"format": "pt"})
         written.weight_map |= dict.fromkeys(tensors, file.name)
     _copy_others(source, target)
@@ -83,44 +87,74 @@ def quantize(source: Path, target: Path, how: Rounding) -> Written:
     return written
 
 
-def _check(source: Path, files: list[Path], how: Rounding, patterns: NamePatterns) -> None:
-    """Raises ConfigError for groups that do not divide a matrix, for patterns that mean none, and if nothing is left to
-    quantize."""
-    num_linear = 0
+def _read_shapes(files: list[Path]) -> dict[str, tuple[int, ...]]:
+    made = dict[str, tuple[int, ...]]()
     for file in files:
         with safe_open(file, "pt") as stored:
-            for name in stored.keys():  # noqa: SIM118
-                base, shape = name.removesuffix(WEIGHT), stored.get_slice(name).get_shape()
-                if patterns.match(base) or not _is_linear(name, len(shape)):
-                    continue
-                num_linear += 1
-                if how.to == W4 and shape[1] % how.group:
-                    raise ConfigError(f"--group {how.group}: {base} has {shape[1]} inputs; --ignore it")
-    unused = [name for name in patterns.unused() if name != HEAD]  # which is never quantized, and may be an embedding
-    if unused:
-        raise ConfigError(f"--ignore {unused[0]}: no matrix of the model has that name")
-    if not num_linear:
-        raise ConfigError(f"{source}: no linear layer is left to quantize")
+            made |= {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
+    return made
 
 
-def _rounded(file: Path, how: Rounding, patterns: NamePatterns, written: Written) -> Iterator[tuple[str, Tensor]]:
+class _Plan:
+    """Which matrices are rounded."""
+
+    def __init__(self, said: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], how: Rounding) -> None:
+        self.how, self._patterns = how, NamePatterns(how.ignore)
+        self.stacks = find_stacks(shapes, text_part(said), self._patterns)
+        self._left_out = are_left_out(self.stacks.values(), self._patterns)
+
+    def rounds(self, name: str, dims: int) -> bool:
+        """Whether a tensor of this name is rounded. Stacks are cut before."""
+        base = name.removesuffix(WEIGHT)
+        return not self._patterns.match(base) and base not in self._left_out and _is_linear(name, dims)
+
+    def check(self, source: Path, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Raises ConfigError for groups that do not divide a matrix, for patterns that mean none, and if nothing is
+        left to quantize."""
+        inputs = {
+            name.removesuffix(WEIGHT): shape[1] for name, shape in shapes.items() if self.rounds(name, len(shape))
+        }
+        for stack in self.stacks.values():
+            if stack.inputs is not None:
+                inputs |= dict.fromkeys(set(stack.bases()) - self._left_out, stack.inputs)
+        if self.how.to == W4:
+            for base, count in inputs.items():
+                if count % self.how.group:
+                    raise ConfigError(f"--group {self.how.group}: {base} has {count} inputs; --ignore it")
+        # a head is never quantized, and may be an embedding
+        unused = [name for name in self._patterns.unused() if name != HEAD]
+        if unused:
+            raise ConfigError(f"--ignore {unused[0]}: no matrix of the model has that name")
+        if not inputs:
+            raise ConfigError(f"{source}: no linear layer is left to quantize")
+
+
+def _rounded(file: Path, plan: _Plan, written: Written) -> Iterator[tuple[str, Tensor]]:
     with safe_open(file, "pt") as stored:
-        for name in stored.keys():  # noqa: SIM118
-            tensor: Tensor = stored.get_tensor(name)
-            layer = written.layers.setdefault(layer_of(name), Layer())
-            layer.bytes_before += tensor.nbytes
-            tensors = {name: tensor}
-            base = name.removesuffix(WEIGHT)
-            if tensor.dtype in FLOATS and _is_linear(name, tensor.dim()) and not patterns.match(base):
-                made, numbers = round_matrix(tensor, how)
-                tensors = {f"{base}.{key}": value.contiguous() for key, value in made.items()}
-                layer.error += float((numbers - tensor.float()).square().sum(dtype=torch.float64))
-                layer.size += float(tensor.float().square().sum(dtype=torch.float64))
-            elif tensor.dim() > 1 and not name.endswith("bias"):  # those of stacked experts are stacks, too
-                written.ignored.append(base)
-            layer.bytes_after += sum(one.nbytes for one in tensors.values())
-            written.size_bytes += sum(one.nbytes for one in tensors.values())
-            yield from tensors.items()
+        for whole in stored.keys():  # noqa: SIM118
+            tensor: Tensor = stored.get_tensor(whole)
+            stack = plan.stacks.get(whole)
+            for name, one in [(whole, tensor)] if stack is None else stack.cut(tensor):
+                yield from _round(name, one, plan, written).items()
+
+
+def _round(name: str, tensor: Tensor, plan: _Plan, written: Written) -> dict[str, Tensor]:
+    """The tensors to store in the place of one."""
+    layer = written.layers.setdefault(layer_of(name), Layer())
+    layer.bytes_before += tensor.nbytes
+    tensors, base = {name: tensor}, name.removesuffix(WEIGHT)
+    if tensor.dtype in FLOATS and plan.rounds(name, tensor.dim()):
+        made, numbers = round_matrix(tensor, plan.how)
+        tensors = {f"{base}.{key}": value.contiguous() for key, value in made.items()}
+        layer.error += float((numbers - tensor.float()).square().sum(dtype=torch.float64))
+        layer.size += float(tensor.float().square().sum(dtype=torch.float64))
+    elif tensor.dim() > 1 and not name.endswith("bias"):  # those of stacked experts are stacks, too
+        written.ignored.append(base)
+        if tensor.dim() == STACK_DIMS and layer_of(name) and min(tensor.shape) > 1:  # and no convolution of channels
+            written.stacks[base] = tensor.nbytes
+    layer.bytes_after += sum(one.nbytes for one in tensors.values())
+    written.size_bytes += sum(one.nbytes for one in tensors.values())
+    return tensors
 
 
 def _is_linear(name: str, dims: int) -> bool:

@@ -11,8 +11,8 @@ from blockyard.services.gpu_worker.parallel.commands import GroupDigest
 from blockyard.shared.config.services.worker import DUMMY_FORMATS, WorkerConfig
 
 # settings of a host, or that change no step
-OF_HOST = {"process", "model_path", "tokenizer_path", "config_path", "kernel_cache", "kv_scales_path", "gpu"}
-OF_HOST |= {"node_rank", "replica", "replicas", "threads", "rank_timeout_s"}
+OF_HOST = {"process", "model_path", "tokenizer_path", "config_path", "modules_path", "kernel_cache", "kv_scales_path"}
+OF_HOST |= {"gpu", "node_rank", "replica", "replicas", "threads", "rank_timeout_s"}
 OF_HOST |= {"load_strategy", "prefetch_threads", "prefetch_block_bytes"}
 SOURCES = ("services/gpu_worker", "services/kv_transfer", "shared", "kernels")
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")

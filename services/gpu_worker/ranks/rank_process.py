@@ -223,7 +223,7 @@ def do_commands(commands: FrameEnd[Command], team: FollowerTeam, watch: RankWatc
         else:
             assert follower is not None
             if isinstance(command, TransferCommand):
-                transfers.do(command, follower.kv_memory)
+                transfers.do(command, follower.kv_memory, follower.stored)
             elif isinstance(command, AdapterCommand):
                 assert adapters is not None, f"{command} without adapters"
                 adapters.do(command)

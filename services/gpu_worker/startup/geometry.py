@@ -18,7 +18,7 @@ def card_of(config: WorkerConfig, choice: PoolingChoice, settings: dict[str, Any
     """Returns what a decoder that pools serves."""
     task = PoolingTask(config.task) if config.task != "generate" else PoolingTask.EMBED
     return make_card(
-        *(task, choice, settings, Path(config.model_path), geometry.max_model_len),
+        *(task, choice, settings, config.modules_folder, geometry.max_model_len),
         has_kv=True,
         has_pair_template=config.has_pair_template,
     )

@@ -1,8 +1,9 @@
 """The transfers of a follower: it obeys the leader, and answers with the ends of transfers."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from blockyard.services.gpu_worker.interfaces import StoredLayers
 from blockyard.services.gpu_worker.parallel.commands import (
     AbortBlocks,
     CloseTransfers,
@@ -63,8 +64,12 @@ class FollowerTransfers:
             self._poll(transfers)
             has_work = has_work and work()
 
-    def do(self, command: TransferCommand, blocks: TransferBlocks) -> None:
-        """blocks: of this rank, now. Raises ConfigError if no socket can be bound."""
+    def do(self, command: TransferCommand, blocks: TransferBlocks, stored: Sequence[StoredLayers] = ()) -> None:
+        """blocks: of this rank, now. stored: layers of the last step that records them.
+
+        Raises ConfigError if no socket can be bound.
+        """
+        self._poll_s = 0.0  # what it begins starts before the next wait
         if isinstance(command, OpenTransfers):
             self._open(command, blocks)
             return
@@ -78,8 +83,9 @@ class FollowerTransfers:
                     transfers.receive(frame)
                 except ValueError as e:
                     transfers.refuse(frame, e)
-            case SendBlocks(send):
-                transfers.send(send)
+            case SendBlocks(send, is_running):
+                assert stored or not is_running, "a step of this rank has not recorded its layers"
+                transfers.send(send, stored if is_running else ())
             case AbortBlocks(frame):
                 transfers.abort(frame)
             case LosePeer(worker):

@@ -1,8 +1,9 @@
 """The transfers of a worker with one or several ranks, as its leader drives them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
+from blockyard.services.gpu_worker.interfaces import StoredLayers
 from blockyard.services.gpu_worker.parallel.commands import (
     AbortBlocks,
     CloseTransfers,
@@ -73,10 +74,6 @@ class GroupTransfers:
         self.endpoint = encode_places(places)
 
     @property
-    def has_followers(self) -> bool:
-        return self._followers is not None
-
-    @property
     def open_sends(self) -> dict[int, list[int]]:
         """Source blocks named so far of the sends that have not ended, by transfer."""
         return self._joined.open_sends
@@ -95,14 +92,13 @@ class GroupTransfers:
         if self._followers is not None:
             self._followers.send(ReceiveBlocks(frame))
 
-    def send(self, send: KVSend, layers: range | None = None, is_stored: Callable[[], bool] | None = None) -> None:
-        """See `RankTransfers.send`. With followers the blocks must be complete in all layers."""
-        assert self._followers is None or layers is None, "followers do not say which layers are stored"
-        pairs = self.own.send(send, layers, is_stored)
+    def send(self, send: KVSend, stored: Sequence[StoredLayers] = ()) -> None:
+        """See `RankTransfers.send`. Followers have recorded the layers of the same step."""
+        pairs = self.own.send(send, stored)
         self._joined.send(send.transfer, pairs, send.blocks)
         self.sent_to.add(send.target)
         if self._followers is not None:
-            self._followers.send(SendBlocks(send))
+            self._followers.send(SendBlocks(send, is_running=bool(stored)))
 
     def abort(self, frame: KVAbort) -> None:
         self.own.abort(frame)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from blockyard.services.gpu_worker.interfaces import StoredLayers
 from blockyard.services.kv_transfer.endpoint import TransferEndpoint
 from blockyard.services.kv_transfer.layout import BlockLayout, LinkLayouts
 from blockyard.services.kv_transfer.link_counts import LinkCounts
@@ -27,6 +28,7 @@ from blockyard.shared.messages import KVAbort, KVReceive, KVSend
 
 log = logging.getLogger(__name__)
 
+LayerGroups = Sequence[tuple[range, Callable[[], bool] | None]]  # None: they are stored
 MAX_REMEMBERED = 4096  # sends: later parts of one that has ended with some rank are not sent to that
 
 
@@ -113,8 +115,10 @@ class RankTransfers:
             else:
                 self._refused.received.append(ReceiverEnded(number, Received.REVOKED, [], [], str(error)))
 
-    def send(self, send: KVSend, layers: range | None = None, is_stored: Callable[[], bool] | None = None) -> list[int]:
-        """Sends blocks in some layers, see `SenderLinks.write`; None: in all. Returns the numbers of all pairs.
+    def send(self, send: KVSend, stored: Sequence[StoredLayers] = ()) -> list[int]:
+        """Sends blocks in all layers. Returns the numbers of all pairs.
+
+        stored: all layers, in groups that leave as a step that runs stores them. Empty: the blocks are complete.
 
         What cannot be sent to a rank ends, and `poll` returns that. Raises ValueError for an endpoint that is none.
         """
@@ -127,8 +131,9 @@ class RankTransfers:
             self._transfers.update(dict.fromkeys(own, number))
             if len(self._sends) > MAX_REMEMBERED:
                 self._sends.popitem(last=False)
+        groups: LayerGroups = [(one.layers, one.is_stored) for one in stored] or [(range(self.layout.num_layers), None)]
         for pair, route in self._sends[number].items():
-            self._send(send, pair, route, theirs[route.receiver], layers or range(self.layout.num_layers), is_stored)
+            self._send(send, pair, route, theirs[route.receiver], groups)
         return [pair_number(number, route) for route in routes]
 
     def abort(self, frame: KVAbort) -> None:
@@ -186,8 +191,7 @@ class RankTransfers:
         pair: int,
         route: RankRoute,
         to: RankPlace,
-        layers: range,
-        is_stored: Callable[[], bool] | None,
+        groups: LayerGroups,
     ) -> None:
         one = msgspec.structs.replace(
             send,
@@ -199,7 +203,8 @@ class RankTransfers:
         )
         layouts = LinkLayouts(self.layout, route.part, None if route.part is None else to.part)
         try:
-            self._endpoint.senders.write(one, layers, is_stored, layouts)
+            for layers, is_stored in groups:
+                self._endpoint.senders.write(one, layers, is_stored, layouts)
             return
         except ValueError as e:
             log.error("KV transfer %d is refused: %s", send.transfer, e)

@@ -153,14 +153,13 @@ class WorkerTransfers:
             self._answers.append(KVLanded(number, [], [], True))
 
     def on_launched(self, plan: StepPlan, stored: Sequence[StoredLayers]) -> None:
-        if self._group is not None and self._group.has_followers:
-            return  # they do not say which layers they have stored: `on_plan_done` sends
+        if self._config.pipeline_parallel_size > 1:
+            return  # the leader's layers are not those of other stages: `on_plan_done` sends
         # plans of an earlier scheduler are not answered
         self._launched = {entry for entry in self._launched if entry[0] == plan.scheduler}
         self._launched.add((plan.scheduler, plan.number))
         for send in plan.sends:
-            for group in stored:
-                self.send(send, group)
+            self.send(send, stored)
 
     def on_plan_done(self, plan: StepPlan) -> None:
         if (plan.scheduler, plan.number) in self._launched:
@@ -169,8 +168,8 @@ class WorkerTransfers:
         for send in plan.sends:
             self.send(send)
 
-    def send(self, send: KVSend, stored: StoredLayers | None = None) -> None:
-        """Sends blocks in layers of a step that runs; None: in all layers, of a complete step.
+    def send(self, send: KVSend, stored: Sequence[StoredLayers] = ()) -> None:
+        """Sends blocks, see `RankTransfers.send`.
 
         A part of a transfer that has ended or was aborted is ignored, and answered again. What cannot be sent ends its
         transfer: the step goes on.
@@ -180,10 +179,7 @@ class WorkerTransfers:
             self._remember_send(number, is_complete=self._ended_sends.get(number, False))
             return
         try:
-            if stored is None:
-                group.send(send)
-            else:
-                group.send(send, stored.layers, stored.is_stored)
+            group.send(send, stored)
         except ValueError as e:
             log.error("KV transfer %d is refused: %s", number, e)
             if group.is_sending(number):

@@ -201,6 +201,11 @@ class OutgoingTransfers:
         """Whether copies wait to be started, with or without stored K and V."""
         return any(it.waiting for it in self._open.values())
 
+    @property
+    def awaits_layers(self) -> bool:
+        """Whether the next copy of a transfer waits for layers that a step is to store. No event tells that it has."""
+        return any(it.waiting and it.waiting[0].is_stored is not None for it in self._open.values())
+
     def not_started(self, write: BlockWrite) -> None:
         """Puts a copy of `next_write` back in front, because the connector had no room for it."""
         it = self._open[write.number]

@@ -8,16 +8,20 @@ from typing import Any
 import msgspec
 
 import blockyard.shared
+from blockyard.services.launcher.models.stored_weights import check_files, check_is_said, find_quantized
 from blockyard.shared.architectures import describe_refusal, find_architecture, may_be_in_transformers
 from blockyard.shared.config import adapters
 from blockyard.shared.config.checkpoint import (
     Checkpoint,
     config_overrides,
     file_format,
+    quantization_flag,
     quantized_overrides,
+    said_quantization,
 )
 from blockyard.shared.config.model_bounds import check_numbers
 from blockyard.shared.config.parsed_flags import Values
+from blockyard.shared.config.pooling.sentence_modules import transformer_folder
 from blockyard.shared.config.services.lora import AdapterSource
 from blockyard.shared.config.text_part import text_part
 from blockyard.shared.errors import AdapterError, ConfigError
@@ -43,7 +47,8 @@ def find(values: Values, weights: bool = True) -> Checkpoint:
     """
     name = values.get("model", str)
     revision = values.maybe("revision", str)
-    path = _folder(name, revision, values, weights)
+    path = modules_path = _folder(name, revision, values, weights)
+    path = path / transformer_folder(path)
     tokenizer = values.maybe("tokenizer", str)
     tokenizer_revision = values.maybe("tokenizer-revision", str)
     if tokenizer is None and tokenizer_revision in (None, revision):
@@ -56,6 +61,7 @@ def find(values: Values, weights: bool = True) -> Checkpoint:
     generation = path / "generation_config.json"
     config = _config(config_folder, values, needed=weights)
     quantization = read_quantization(path, config)
+    load_format, ignored = file_format(values), [str(pattern) for pattern in values.get("ignore-patterns", list)]
     checkpoint = Checkpoint(
         name=name,
         path=path,
@@ -64,15 +70,20 @@ def find(values: Values, weights: bool = True) -> Checkpoint:
         quantization=quantization.said,
         quantization_file=quantization.file,
         quantization_notes=quantization.notes,
+        quantized_tensor=find_quantized(path, load_format, ignored) if weights else None,
         generation=read_json(generation) if generation.is_file() else {},
         revision=revision or "",
         config_path=None if config_name is None else config_folder,
+        modules_path=None if path == modules_path else modules_path,
         adapters=find_adapters(values) if weights else [],
     )
     check_numbers(checkpoint.config | config_overrides(values), config_folder / "config.json")
     if weights and values["worker-cls"] != "mock":
         check_architecture(checkpoint, config_overrides(values), str(values["model-impl"]))
+        if not said_quantization(values, checkpoint):
+            check_is_said(name, checkpoint.quantized_tensor)
         quantized_overrides(values, checkpoint)
+        check_files(path, load_format, values.where(quantization_flag(values)), ignored)
     return checkpoint
 
 

@@ -20,6 +20,7 @@ from blockyard.services.offline.sampling_params import SamplingParams
 from blockyard.shared.config import parsed_flags
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.quantization.reading import check_names
 from blockyard.shared.quantization.table import QUANTIZED_TO, W4
 
 GROUP = 128
@@ -61,8 +62,15 @@ def main(args: Sequence[str]) -> int:
         raise ConfigError(f"--{'asymmetric' if given.asymmetric else 'group'} is for --to {W4}")
     if given.group is not None and given.group < 1:
         raise ConfigError(f"--group {given.group}: groups have at least 1")
+    try:
+        check_names(**{"--ignore": given.ignore})
+    except ValueError as e:
+        raise ConfigError(str(e)) from e
     text = None if given.text is None else _read(given.text)
-    source = model_files.find(Values(parsed_flags.from_command_line(["--model", given.model])[0])).path
+    model = model_files.find(Values(parsed_flags.from_command_line(["--model", given.model])[0]))
+    source = model.path
+    if model.modules_path is not None:
+        raise ConfigError(f"{source}: the modules.json of this model is in the folder around it: that is not built yet")
     how = {"to": given.to, "group": given.group or GROUP, "asymmetric": given.asymmetric, "ignore": given.ignore}
     words = [str(source), str(given.out), msgspec.json.encode(how).decode()]
     command = [sys.executable, "-P", "-m", "blockyard.services.gpu_worker.quantize", *words]

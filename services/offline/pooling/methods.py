@@ -11,7 +11,7 @@ from blockyard.services.offline.pooling.outputs import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from blockyard.services.offline.pooling.params import CheckedPooling, Params, read_all, truncation_of
+from blockyard.services.offline.pooling.params import CheckedPooling, Params, read_all, truncation_of, with_defaults
 from blockyard.services.offline.pooling.pooling_batch import InputGroup, Make, PoolingBatch, PoolingJob
 from blockyard.services.offline.progress import UseTqdm, wait
 from blockyard.services.offline.prompts import Prompt, read_prompts
@@ -48,9 +48,11 @@ class PoolingMethods:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         prompt_name: str | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Returns what the model's pooling makes of each prompt, in any shape. `pooling_task` must be the model's."""
+        """Returns what the model's pooling makes of each prompt, in any shape. `pooling_task` must be the model's; of
+        one that makes vectors `token_embed` returns those of all tokens."""
         _refuse("lora_request", lora_request)
         request_checks.read_task(pooling_task, self._running.session.card, "pooling_task")
+        pooling_params = with_defaults(pooling_params, task=pooling_task)
         truncate = truncation_of(truncate_prompt_tokens, tokenization_kwargs)
         task = PoolingTask.ENCODE
         return self._pool(prompts, task, outputs.pooled, pooling_params, truncate, use_tqdm, prompt_name)
@@ -115,10 +117,12 @@ class PoolingMethods:
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
+        instruction: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """Returns a score for each pair: one text with each of many, or the first with the first, and so on.
 
         A model that makes vectors compares them by its similarity function. `chat_template` is an argument of the LLM.
+        `instruction` is for a model with a template of pairs, where `pooling_params` have none.
         """
         _refuse("lora_request", lora_request)
         _refuse("chat_template", chat_template)
@@ -137,7 +141,8 @@ class PoolingMethods:
             second_is_single=isinstance(data_2, str),
         )
         truncate = truncation_of(truncate_prompt_tokens, tokenization_kwargs)
-        checked = read_all(pooling_params, len(seconds), card, task, truncate)
+        params = with_defaults(pooling_params, instruction=instruction)
+        checked = read_all(params, len(seconds), card, task, truncate)
         job = PoolingJob(
             model=card.names[0],
             groups=[InputGroup(one) for one in checked],

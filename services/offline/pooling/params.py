@@ -69,7 +69,7 @@ class CheckedPooling(NamedTuple):
 def read(given: PoolingSettings, card: ModelCard, task: PoolingTask, truncate: int | None) -> CheckedPooling:
     """Checks the parameters of a call. truncate: of the call, where `given` has none. Raises RequestError."""
     pooling = params_check.pooling_card(card)
-    request_checks.read_task(given.task, card)
+    pooling_type = request_checks.read_task(given.task, card, pooling_type=given.pooling_type)
     if given.extra_kwargs:
         raise not_built("extra_kwargs")
     makes_vectors = pooling.task is PoolingTask.EMBED
@@ -81,7 +81,7 @@ def read(given: PoolingSettings, card: ModelCard, task: PoolingTask, truncate: i
         if given.normalize is not None:
             raise RequestError(f"normalize is of vectors; {params_check.serves(card)}", "normalize")
         params = request_checks.score_params(task, given.use_activation, given.activation, given.softmax)
-    params = request_checks.with_pooling(params, given.pooling_type, given.step_tag_id, given.returned_token_ids)
+    params = request_checks.with_pooling(params, pooling_type, given.step_tag_id, given.returned_token_ids)
     asked = truncate if given.truncate_prompt_tokens is None else given.truncate_prompt_tokens
     return CheckedPooling(
         params,
@@ -89,6 +89,20 @@ def read(given: PoolingSettings, card: ModelCard, task: PoolingTask, truncate: i
         given.truncation_side,
         request_checks.read_instruction(given.instruction, card),
     )
+
+
+def with_defaults(given: Any, **values: str | None) -> Any:
+    """The parameters with values of a call, where they have none. What is no parameters stays, for the error of it."""
+    if all(value is None for value in values.values()):
+        return given
+    if isinstance(given, list | tuple):
+        return [with_defaults(one, **values) for one in given]
+    if given is None:
+        given = PoolingSettings()
+    if not isinstance(given, PoolingSettings):
+        return given
+    unset = {name: value for name, value in values.items() if getattr(given, name) is None}
+    return msgspec.structs.replace(given, **unset)
 
 
 def read_all(given: Params, num: int, card: ModelCard, task: PoolingTask, truncate: int | None) -> list[CheckedPooling]:

@@ -20,7 +20,7 @@ class PairTemplate:
         settings: MessageSettings | None = None,
     ) -> None:
         """special_tokens: by their names in templates, such as `bos_token`. Raises ConfigError for a template that does
-        not compile."""
+        not compile, or that leaves a text out."""
         settings = settings or MessageSettings()
         self._values = {"add_generation_prompt": False, **(special_tokens or {}), **settings.values}
         self._has_parts = settings.has_parts
@@ -30,6 +30,7 @@ class PairTemplate:
             raise ConfigError(f"the template of pairs is wrong in line {e.lineno}: {e.message}") from e
         except (TemplateError, RuntimeError, SyntaxError, TypeError, ValueError) as e:
             raise ConfigError(f"the template of pairs does not compile: {e}") from e
+        self._check()
 
     def render(self, query: str, document: str, instruction: str | None) -> str:
         """Raises RequestError for what the template refuses."""
@@ -40,6 +41,17 @@ class PairTemplate:
             return self._template.render({**self._values, **texts, "messages": messages})
         except RENDER_ERRORS as e:
             raise RequestError(str(e) or repr(e), "input") from e
+
+    def _check(self) -> None:
+        """Raises ConfigError if one of the texts makes no difference, as with templates of chats alone."""
+        try:
+            written = self.render("a", "b", None)
+            others = {"query": self.render("c", "b", None), "document": self.render("a", "c", None)}
+        except RequestError:
+            return  # such as one that needs an instruction: requests say so
+        for name, other in others.items():
+            if other == written:
+                raise ConfigError(f"the template of pairs does not show the {name}: it needs `{name}`, or that role")
 
     def _content(self, text: str) -> str | list[dict[str, str]]:
         return [{"type": "text", "text": text}] if self._has_parts else text

@@ -53,6 +53,7 @@ def make_card(
         has_kv=has_kv,
         is_lower_case=settings.do_lower_case,
         writes_messages=settings.messages.writes_texts,
+        joins_dense=modules is not None and modules.joins_dense,
     )
 
 

@@ -40,7 +40,8 @@ class PoolingChoice(msgspec.Struct, frozen=True, kw_only=True):
         dense = "".join(f", dense {one.in_features} to {one.out_features}" for one in self.dense)
         normalized = "normalized" if self.normalize else "not normalized"
         cut, when = ("", "") if self.truncate_dim is None else (" (truncate_dim)", " before the cut")
-        return f"pooling: {names} ({self.source}){dense}, {self.width} numbers{cut}, {normalized}{when}"
+        numbers = f"{self.width} number{'' if self.width == 1 else 's'}"
+        return f"pooling: {names} ({self.source}){dense}, {numbers}{cut}, {normalized}{when}"
 
 
 def choose_pooling(

@@ -45,7 +45,7 @@ def settled_config(values: Values, model: Checkpoint) -> dict[str, Any]:
 
 def task_of(values: Values, model: Checkpoint) -> str:
     """Returns the task of the model. Raises ConfigError for one that it cannot have."""
-    return settle_task(values, settled_config(values, model), model.path)
+    return settle_task(values, settled_config(values, model), model.modules_folder)
 
 
 def worker_pooling_fields(values: Values, model: Checkpoint) -> dict[str, Any]:
@@ -69,17 +69,18 @@ def worker_pooling_fields(values: Values, model: Checkpoint) -> dict[str, Any]:
 
 def pair_template(values: Values, model: Checkpoint) -> str | None:
     """Returns the template that renders pairs of texts for a reranker. Raises ConfigError."""
-    folder = model.tokenizer_path if model.tokenizer_path.is_dir() else model.path
-    return choose_pair_template(task_of(values, model), settled_config(values, model), folder, chat_template(values))
+    of_tokenizer = model.tokenizer_path if model.tokenizer_path.is_dir() else model.path
+    config, given = settled_config(values, model), chat_template(values)
+    return choose_pair_template(task_of(values, model), config, model.modules_folder, of_tokenizer, given)
 
 
 def message_settings(values: Values, model: Checkpoint) -> MessageSettings:
     """Returns how texts become messages of the chat template. Raises ConfigError if there is none."""
     if task_of(values, model) == GENERATE or not model.path.is_dir():
         return MessageSettings()
-    modules = read_modules(model.path)
+    modules = read_modules(model.modules_folder)
     folder = modules.transformer_folder if modules is not None else ""
-    found = read_settings(model.path, folder).messages
+    found = read_settings(model.modules_folder, folder).messages
     of_tokenizer = model.tokenizer_path if model.tokenizer_path.is_dir() else model.path
     if found.writes_texts and chat_template(values) is None and "default" not in chat_templates(of_tokenizer):
         raise ConfigError(
@@ -90,13 +91,17 @@ def message_settings(values: Values, model: Checkpoint) -> MessageSettings:
 
 
 def pooling_notes(values: Values, model: Checkpoint) -> list[str]:
-    """Returns one line that names the flags without an effect on a pooling model."""
+    """Returns lines about a pooling model: how texts are written if not as they are, and flags without an effect."""
     task = task_of(values, model)
     if task == GENERATE:
         return []
     names = (*_OF_DECODING, *_OF_KV) if is_encoder(values, model) else _OF_DECODING
     given = [values.where(name) for name in names if values.is_given(name)]
-    return [f"{', '.join(given)}: no effect with the task {task}"] if given else []
+    written = message_settings(values, model).writes_texts
+    return [
+        *(["texts: written as messages by the chat template (sentence_bert_config.json)"] if written else []),
+        *([f"{', '.join(given)}: no effect with the task {task}"] if given else []),
+    ]
 
 
 def is_encoder(values: Values, model: Checkpoint) -> bool:
@@ -129,11 +134,11 @@ def _check_flags(values: Values, task: str, config: dict[str, Any]) -> None:
 def _check(values: Values, model: Checkpoint, task: str, config: dict[str, Any]) -> None:
     """Raises ConfigError if flags and folder contradict each other."""
     kind = OutputKind.CLASSES if task == PoolingTask.SCORE else first_kind(config)
-    modules = read_modules(model.path)
+    modules = read_modules(model.modules_folder)
     if modules is not None and modules.logit_score is not None:
         modules = None
     outputs = num_outputs(task, kind, config)
-    sentences = read_settings(model.path, modules.transformer_folder if modules is not None else "")
+    sentences = read_settings(model.modules_folder, modules.transformer_folder if modules is not None else "")
     choice = choose_pooling(
         default_pooling(kind, has_kv=has_kv(config), config=config),
         hidden_size(config),
@@ -143,7 +148,7 @@ def _check(values: Values, model: Checkpoint, task: str, config: dict[str, Any])
         vocab_size=config.get("vocab_size"),
         truncate_dim=sentences.truncate_dim,
     )
-    settle_activation(task, kind, config, outputs or 1, model.path, choice.softmax)
+    settle_activation(task, kind, config, outputs or 1, model.modules_folder, choice.softmax)
 
 
 def _length(values: Values, model: Checkpoint, config: dict[str, Any]) -> int | None:
@@ -151,7 +156,7 @@ def _length(values: Values, model: Checkpoint, config: dict[str, Any]) -> int | 
     asked = context_limit(values, model.config)
     if asked is not None or not model.path.is_dir():
         return asked
-    modules = read_modules(model.path)
-    most = read_settings(model.path, modules.transformer_folder if modules is not None else "").max_seq_length
+    modules = read_modules(model.modules_folder)
+    most = read_settings(model.modules_folder, modules.transformer_folder if modules is not None else "").max_seq_length
     usable = longest_sequence(config, {}, values.get("model-impl", str))
     return most if most is None or usable is None else min(most, usable)

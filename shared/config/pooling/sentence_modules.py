@@ -23,6 +23,7 @@ _BOOLEANS = {
     "pooling_mode_weightedmean_tokens": PoolingMode.WEIGHTED_MEAN,
     "pooling_mode_lasttoken": PoolingMode.LAST,
 }
+PACKAGE = "sentence_transformers."  # of the modules that it loads without trust_remote_code
 _TRANSFORMER, _POOLING, _DENSE, _NORMALIZE, _LOGIT_SCORE = "Transformer", "Pooling", "Dense", "Normalize", "LogitScore"
 SUPPORTED = (_TRANSFORMER, _POOLING, _DENSE, _NORMALIZE, _LOGIT_SCORE)
 TORCH_ACTIVATIONS = ("Identity", "Tanh", "Sigmoid", "ReLU", "GELU", "SiLU", "Softmax")
@@ -66,6 +67,12 @@ class SentenceModules(msgspec.Struct, frozen=True, kw_only=True):
     logit_score: LogitScoreModule | None = None
     transformer_folder: str = ""  # with config.json and the weights, inside the model's
 
+    @property
+    def joins_dense(self) -> bool:
+        """Whether dense layers read the vectors of several modes, joined."""
+        has_dense = any(isinstance(one, DenseModule) for one in self.behind)
+        return has_dense and self.pooling is not None and len(self.pooling.modes) > 1
+
 
 class _ModuleEntry(msgspec.Struct, frozen=True):
     type: str
@@ -106,6 +113,9 @@ def read_modules(folder: Path) -> SentenceModules | None:
     found = SentenceModules()
     for i, entry in enumerate(_entries(path)):
         kind = entry.type.rsplit(".", 1)[-1]  # the path before it changed between releases
+        if not entry.type.startswith(PACKAGE):
+            text = f"module {entry.type} is code of another package, which is not run; {', '.join(SUPPORTED)} are read"
+            raise ConfigError(f"{path}: {text}")
         if kind not in SUPPORTED:
             raise ConfigError(f"{path}: module {entry.type} is not supported; {', '.join(SUPPORTED)} are")
         if (kind == _TRANSFORMER) != (i == 0):
@@ -114,6 +124,13 @@ def read_modules(folder: Path) -> SentenceModules | None:
     if found.pooling is not None and found.logit_score is not None:
         raise ConfigError(f"{path}: a model has Pooling or LogitScore, not both")
     return found
+
+
+def transformer_folder(folder: Path) -> str:
+    """Returns the folder with config.json and weights inside a model's; "": they are in its own. Raises ConfigError."""
+    path = folder / FILE
+    first = _entries(path)[0] if path.is_file() else None
+    return _inside(path, first.path) if first is not None and first.type.endswith(f".{_TRANSFORMER}") else ""
 
 
 def module_folders(folder: Path) -> list[str]:

@@ -1,6 +1,7 @@
 """Settings of a worker."""
 
 import enum
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -128,6 +129,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     kv_transfer: KVTransferConfig | None = None  # None: this worker neither sends nor receives KV blocks
     kernel_cache: str | None = None  # folder of compiled kernels and measured plans; None: in the user's cache
     config_path: str = ""  # folder of config.json, if it is not model_path
+    modules_path: str = ""  # folder of modules.json, if it is not model_path
     load_strategy: Literal["lazy", "eager", "prefetch"] = "lazy"  # of weight files
     prefetch_threads: int = 8  # that read files into the page cache
     prefetch_block_bytes: int = 16 * 2**20  # that such a thread reads at a time
@@ -153,6 +155,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     rank_timeout_s: float = 120.0  # in which all ranks must have joined
     rank_group: str = ""  # name by which ranks of other hosts find the leader, and replicas that are apart the first
     custom_all_reduce: bool = True  # on GPUs, kernels sum over ranks where they are quicker than NCCL
+
+    @property
+    def modules_folder(self) -> Path:
+        return Path(self.modules_path or self.model_path)
 
     @property
     def long_factors(self) -> list[int]:

@@ -74,6 +74,9 @@ def check_params(params: PoolingParams, card: ModelCard) -> None:
             mode = read_vllm_name(params.pooling_type, "`pooling_type`")
         except ConfigError as e:
             raise RequestError(str(e), "pooling_type") from e
+        if pooling.joins_dense and not mode.is_of_tokens:
+            text = f"`pooling_type` {mode.name}: the dense layer of this model reads vectors of several modes, joined"
+            raise RequestError(text, "pooling_type")
     is_step = PoolingMode.STEP.name in (mode.name if mode is not None else pooling.pooling,)
     if params.step_tag_id is not None and not is_step:
         raise RequestError("`step_tag_id` has an effect only with `pooling_type` STEP", "step_tag_id")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from blockyard.shared.config.pooling.modes import PoolingMode
 from blockyard.shared.config.pooling.pooling_choice import dimensions_problem
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import ModelCard, PoolingParams, PoolingTask
@@ -24,20 +25,30 @@ TASK_NAMES = {
 }
 
 
-def read_task(name: str | None, card: ModelCard, field: str = "task") -> None:
-    """Raises RequestError if `name` is no task, or not the model's."""
+def read_task(name: str | None, card: ModelCard, field: str = "task", pooling_type: str | None = None) -> str | None:
+    """Returns the pooling type of a request: its own one, or ALL where the task's name means vectors of tokens.
+
+    Raises RequestError if `name` is no task, not the model's, or contradicts `pooling_type`.
+    """
     if name is None:
-        return
+        return pooling_type
     task = TASK_NAMES.get(name)
     if task is None:
         raise RequestError(f"{field} is one of {', '.join(TASK_NAMES)}, got {name[:40]!r}", field)
     found = pooling_card(card)
     of_tokens = name.startswith("token_")
-    if of_tokens and not found.of_tokens:
+    if of_tokens and not found.of_tokens and found.task is not PoolingTask.EMBED:
         text = f"{field} {name}: the model's pooling makes one result of a text, not one of each token"
         raise RequestError(text, field, code="unsupported_task")
-    if task not in (PoolingTask.ENCODE, found.task) and not (task is PoolingTask.CLASSIFY and of_tokens):
+    is_of_tokens = of_tokens and found.of_tokens
+    if task not in (PoolingTask.ENCODE, found.task) and not (task is PoolingTask.CLASSIFY and is_of_tokens):
         raise RequestError(serves(card), field, code="unsupported_task")
+    if not of_tokens or is_of_tokens:
+        return pooling_type
+    if pooling_type is not None and pooling_type.upper() != PoolingMode.ALL.name:
+        text = f"{field} {name} has the pooling type ALL, and pooling_type says {pooling_type[:40]!r}"
+        raise RequestError(text, "pooling_type")
+    return PoolingMode.ALL.name
 
 
 def read_dimensions(dimensions: int | None, card: ModelCard) -> int | None:

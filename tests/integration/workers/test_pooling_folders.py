@@ -13,6 +13,7 @@ from rig import serve
 from sentence_folders import SPECIAL, WORDS, make_tokenizer, save_sentence_folder
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
+from sentence_transformers.cross_encoder.modules import LogitScore
 from sentence_transformers.sentence_transformer.modules import Pooling
 from transformers import (
     BertConfig,
@@ -87,9 +88,29 @@ def test_a_folder_whose_chat_template_writes_texts(tmp_path: Path) -> None:
         for name in (None, "query"):
             got = ring.vectors(TEXTS, prompt_name=name)
             np.testing.assert_allclose(got, theirs.encode(TEXTS, prompt_name=name), atol=1e-5)
+    assert "texts: written as messages by the chat template" in (tmp_path / "log").read_text()
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(ConfigError, match="there is none; --chat-template"), pooling_ring(folder, log=tmp_path / "log"):
         pass
+
+
+def test_a_transformer_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    """As older releases of sentence-transformers write it. The other modules, prompts and settings lie around it."""
+    torch.manual_seed(7)
+    folder = tmp_path / "m"
+    save_sentence_folder(folder, Pooling(32, "mean"), Dense(32, 20), Normalize(), prompts={"query": "ca da "})
+    inside = folder / "0_Transformer"
+    inside.mkdir()
+    for path in [path for path in folder.iterdir() if path.is_file()]:
+        if path.name not in ("modules.json", "config_sentence_transformers.json"):
+            path.rename(inside / path.name)
+    entries = json.loads((folder / "modules.json").read_text())
+    entries[0]["path"] = inside.name
+    (folder / "modules.json").write_text(json.dumps(entries))
+    theirs = SentenceTransformer(str(folder), device="cpu")
+    with pooling_ring(folder, log=tmp_path / "log") as ring:
+        got = ring.vectors(TEXTS, prompt_name="query")
+    np.testing.assert_allclose(got, theirs.encode(TEXTS, prompt_name="query"), atol=1e-5)
 
 
 def test_the_default_prompt_of_a_cross_encoder(tmp_path: Path) -> None:
@@ -109,27 +130,25 @@ def test_the_default_prompt_of_a_cross_encoder(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_a_logit_score(tmp_path: Path) -> None:
-    """The rows of two tokens of the head are a classifier; the function of its logit is applied once."""
+    """The rows of two tokens of the head are a classifier; the function of its logit is applied once.
+
+    The tokenizer joins a pair unless the folder has messages: no template is built in for such folders.
+    """
     torch.manual_seed(3)
-    folder, theirs = tmp_path / "m", Qwen3ForCausalLM(Qwen3Config(head_dim=16, **DECODER)).eval()
-    theirs.save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    kinds = ["base.modules.transformer.Transformer", "cross_encoder.modules.logit_score.LogitScore"]
-    entries = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.{kind}"}
-        for i, (path, kind) in enumerate(zip(("", "1_LogitScore"), kinds, strict=True))
-    ]
-    (folder / "modules.json").write_text(json.dumps(entries))
-    (folder / "1_LogitScore").mkdir()
-    (folder / "1_LogitScore" / "config.json").write_text('{"true_token_id": 9, "false_token_id": 5}')
-    expected = []
-    for text in TEXTS:
-        with torch.no_grad():
-            logits = theirs(torch.tensor([make_tokenizer()(text)["input_ids"]])).logits[0, -1]
-        expected.append(float((logits[9] - logits[5]).sigmoid()))
+    base, folder = tmp_path / "base", tmp_path / "m"
+    Qwen3ForCausalLM(Qwen3Config(head_dim=16, **DECODER)).save_pretrained(base)
+    make_tokenizer().save_pretrained(base)
+    transformer = Transformer(str(base), transformer_task="text-generation", processor_kwargs={"padding_side": "left"})
+    theirs = CrossEncoder(modules=[transformer, LogitScore(true_token_id=9, false_token_id=5)], device="cpu")
+    theirs.save_pretrained(str(folder), create_model_card=False)
+    (folder / "chat_template.jinja").write_text("{{ query }} ba {{ document }}")
+    pairs = [TextPair(TEXTS[0], text) for text in TEXTS]
     with pooling_ring(folder, log=tmp_path / "log") as ring:
         assert (ring.pooling.task, ring.pooling.width) == (PoolingTask.SCORE, 1)
-        np.testing.assert_allclose(ring.vectors(TEXTS)[:, 0], expected, atol=1e-5)
+        assert not ring.pooling.has_pair_template
+        got = ring.vectors(pairs, truncate_prompt_tokens=-1)[:, 0]
+    for one in (theirs, CrossEncoder(str(folder), device="cpu")):
+        np.testing.assert_allclose(got, one.predict([tuple(pair) for pair in pairs]), atol=1e-5)
 
 
 def test_a_reward_model(tmp_path: Path) -> None:

@@ -90,6 +90,49 @@ def test_a_prompt_goes_before_the_first_text_of_a_pair() -> None:
         assert ids_of(found) == THEIRS(texts, add_special_tokens=False)["input_ids"]
 
 
+@pytest.mark.parametrize("special", [True, False])
+def test_the_prompt_before_a_text_stays_if_the_beginning_is_cut(special: bool) -> None:
+    more = {"prompt": "aa ba ", "counts_prompt": True, "truncates_left": True, "add_special_tokens": special}
+    found = encode(TEXTS, max_tokens=12, truncate=True, **more)
+    room = 12 - 2 - 2 * special
+    kept = [f"aa ba {' '.join(text.split()[-room:])}" for text in TEXTS]
+    assert ids_of(found) == THEIRS(kept, add_special_tokens=special)["input_ids"] and not found.errors
+    assert found.skip == 2 + special
+    [error] = encode(TEXTS[2:3], max_tokens=2, truncate=True, **more | {"add_special_tokens": True}).errors
+    assert error.message.startswith("The text cannot be cut to 2 tokens")
+
+
+def test_the_prompt_before_a_pair_stays_if_beginnings_are_cut() -> None:
+    """The longer text is cut first, as transformers does without a prompt."""
+    theirs = make_tokenizer()
+    theirs.truncation_side = "left"
+    more = {"seconds": SECONDS, "prompt": "aa ba ", "truncates_left": True, "max_tokens": 14, "truncate": True}
+    expected = theirs(TEXTS, SECONDS, truncation=True, max_length=12)["input_ids"]
+    prompt = THEIRS("aa ba", add_special_tokens=False)["input_ids"]
+    assert ids_of(encode(TEXTS, **more)) == [[ids[0], *prompt, *ids[1:]] for ids in expected]
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_limits_of_texts_do_not_count_the_prompt(left: bool) -> None:
+    more = {"max_first_tokens": 4, "max_second_tokens": 3, "truncates_left": left, "max_tokens": 12, "truncate": True}
+    side = slice(-4, None) if left else slice(4)
+    firsts = [f"aa ba {' '.join(text.split()[side])}" for text in TEXTS]
+    seconds = [" ".join(text.split()[-3:] if left else text.split()[:3]) for text in SECONDS]
+    assert ids_of(encode(TEXTS, seconds=SECONDS, prompt="aa ba ", **more)) == THEIRS(firsts, seconds)["input_ids"]
+
+
+def test_characters_of_several_tokens_behind_a_prompt_are_cut() -> None:
+    tokenizer = tokenizer_files.load("shared/demo_model").tokenizer
+    batches = TextBatches(tokenizer, None)
+    texts = ["\U0001f6a4 lock " * 9, "\u4f60\u597d\u4e16\u754c" * 9, "naïve " * 20, "  " * 30]
+    request = TokenizeTexts("r", "m", texts, truncate=True, truncates_left=True, prompt="query: ")
+    start = tokenizer.encode("query:").ids
+    for most in range(12, 30):
+        found = batches.encode(msgspec.structs.replace(request, max_tokens=most), tokenizer.get_vocab_size())
+        assert not found.errors and max(array("I", found.lengths)) <= most
+        assert all(ids[: len(start)] == start for ids in ids_of(found))
+
+
 def test_a_template_of_pairs() -> None:
     template = "aa {{ instruction or 'ba' }} {{ query }} ca {{ document }} da"
     found = encode(TEXTS, seconds=SECONDS, template=template, instruction="ea")
@@ -102,6 +145,11 @@ def test_a_template_of_pairs() -> None:
         encode(TEXTS, instruction="ea")
     with pytest.raises(ConfigError, match="line 1"):
         PairTemplate("{{ query")
+    of_chats = "{% for one in messages if one.role in ('user', 'system') %}{{ one.content }}{% endfor %}"
+    for source, name in ((of_chats, "query"), ("{{ query }}", "document")):
+        with pytest.raises(ConfigError, match=f"does not show the {name}"):
+            PairTemplate(source)
+    PairTemplate("{% if not instruction %}{{ raise_exception('no instruction') }}{% endif %}{{ query }} {{ document }}")
 
 
 @pytest.mark.parametrize(("left", "kept"), [(False, slice(4)), (True, slice(-4, None))])

@@ -24,11 +24,14 @@ from blockyard.shared.quantization.reading import convert
 LLAMA = {"architectures": ["LlamaForCausalLM"]}
 WEIGHTS = {"num_bits": 4, "group_size": 32}
 NONE: Mapping[str, Any] = {}
-IN_GROUP = r"config_groups\[\.\.\.\]"
+IN_GROUP = r"config_groups\['group_0'\]"
 
 
 def compressed(fields: Mapping[str, Any] = NONE, group: Mapping[str, Any] = NONE, **weights: Any) -> dict[str, Any]:
-    groups = {"group_0": {"targets": ["Linear"], "weights": WEIGHTS | weights, **group}}
+    groups = {
+        "other": {"targets": ["re:.*o_proj"], "weights": WEIGHTS, "format": "pack-quantized"},
+        "group_0": {"targets": ["Linear"], "weights": WEIGHTS | weights, **group},
+    }
     return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups, **fields}
 
 
@@ -125,7 +128,10 @@ def test_other_spellings_are_read(said: Any) -> None:
             IN_GROUP + r"\.weights: block_structure '128': blocks",
         ),
         (compressed({"format": "pack_quantized"}), "format 'pack_quantized' is none of pack-quantized"),
-        (compressed({"config_groups": {"W4A16": ["Linear"]}}), IN_GROUP + r' is \["Linear"\]: Expected'),
+        (
+            compressed({"config_groups": {"W4.A16": ["Linear"]}}),
+            r"config_groups\['W4.A16'\] is \[\"Linear\"\]: Expected",
+        ),
         (compressed({"ignore": "lm_head"}), 'ignore is "lm_head": Expected `array`'),
         ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf8"}, "bnb_4bit_quant_type 'nf8' is none of nf4"),
         ({"quant_method": "fp8", "weight_block_size": ["a", 1]}, r'weight_block_size\[0\] is "a": Expected `int`'),
@@ -138,7 +144,7 @@ def test_other_spellings_are_read(said: Any) -> None:
         ),
         (
             {"quant_method": "quark", "layer_quant_config": {"*q_proj": {"weight": {"dtype": "int3"}}}},
-            r"layer_quant_config\[\.\.\.\]: weight: dtype 'int3' is none of",
+            r"layer_quant_config\['\*q_proj'\]: weight: dtype 'int3' is none of",
         ),
         (
             {"quant_method": "auto-round", "extra_config": {"lm_head": {"bits": 5}}},

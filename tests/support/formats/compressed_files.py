@@ -12,6 +12,7 @@ from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from quantized_checkpoint import Checkpoints, is_projection, write
+from tiny_checkpoint import Tiny
 from torch import Tensor, nn
 
 INPUT_SCALE, INPUT_ZERO = 0.03, 9
@@ -78,7 +79,7 @@ def settings(format_: str, own: QuantizationScheme, ignore: list[str], of_group:
 
 def write_packed(
     folder: Path,
-    model: str,
+    model: str | Tiny,
     format_: str,
     own: QuantizationScheme,
     change: Callable[[str, dict[str, Tensor]], None] | None = None,

@@ -16,6 +16,7 @@ from blockyard.services.gpu_worker.execution.pooled_steps import PooledSteps
 from blockyard.services.gpu_worker.execution.ranks.follower import Follower
 from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror, LeaderModel, LeaderPool
 from blockyard.services.gpu_worker.host_link import SameMemory
+from blockyard.services.gpu_worker.interfaces import StoredLayers
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.lora.device.device_places import DevicePlaces
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
@@ -52,6 +53,7 @@ class TwoRanks:
         self._size, self._num_stages = size, num_stages
         self.problem: Exception | None = None
         self.forwards: list[DeviceForward] = []
+        self.stored: list[Sequence[StoredLayers]] = []  # what the follower says behind each of them
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
         ranks = connect(0, size, group, num_stages, runs_ahead=True)
@@ -96,6 +98,8 @@ class TwoRanks:
                 if isinstance(command, DeviceForward):
                     self.forwards.append(command)
                 follower.do(command)
+                if isinstance(command, DeviceForward):
+                    self.stored.append(follower.stored)
         except Exception as e:
             self.problem = e
             raise

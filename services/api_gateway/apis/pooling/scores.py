@@ -19,6 +19,7 @@ from blockyard.services.api_gateway.requests.pooling.pooling_request import Pool
 from blockyard.services.api_gateway.requests.pooling.schemas import ClassificationRequest, RerankRequest, ScoreRequest
 from blockyard.services.api_gateway.requests.pooling.validate import (
     parse_classification,
+    parse_cohere_rerank,
     parse_rerank,
     parse_score,
 )
@@ -94,11 +95,10 @@ def _classified(index: int, item: PooledText, labels: list[str]) -> Classified:
 
 SCORE = PoolingApi(name="score", paths=("/score", "/v1/score"), schema=ScoreRequest, parse=parse_score, answer=_scores)
 RERANK = PoolingApi(
-    name="rerank",
-    paths=("/rerank", "/v1/rerank", "/v2/rerank"),
-    schema=RerankRequest,
-    parse=parse_rerank,
-    answer=_ranks,
+    name="rerank", paths=("/rerank", "/v1/rerank"), schema=RerankRequest, parse=parse_rerank, answer=_ranks
+)
+COHERE_RERANK = PoolingApi(
+    name="cohere_rerank", paths=("/v2/rerank",), schema=RerankRequest, parse=parse_cohere_rerank, answer=_ranks
 )
 CLASSIFY = PoolingApi(
     name="classify", paths=("/classify",), schema=ClassificationRequest, parse=parse_classification, answer=_classes

@@ -32,12 +32,14 @@ from blockyard.services.api_gateway.requests.pooling.text_inputs import (
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import ModelCard, PoolingParams, PoolingTask
 from blockyard.shared.ring_client.pooling import params_check, request_checks
+from blockyard.shared.ring_client.pooling.calls import WHOLE_LENGTH
 from blockyard.shared.ring_client.request_fields import limits
 from blockyard.shared.ring_client.request_fields.sampling_fields import read_salt
 
 FORMATS = ("float", "base64")
 BINARY_FORMATS = ("bytes", "bytes_only")  # vLLM's, refused by name
 COHERE_FORMATS = ("int8", "uint8", "binary", "ubinary")  # refused by name
+COHERE_DOCUMENT_TOKENS = 4096  # the default of max_tokens_per_doc
 # Cohere's names of input types -> names of prompts that mean the same
 INPUT_TYPES = {
     "search_query": ("search_query", "query"),
@@ -67,7 +69,7 @@ def parse_classification(request: ClassificationRequest, card: ModelCard, name: 
 def parse_pooling(request: PoolingRequestFields, card: ModelCard, name: str) -> PoolingRequest:
     """Raises RequestError."""
     pooling = params_check.pooling_card(card)
-    request_checks.read_task(request.task, card)
+    pooling_type = request_checks.read_task(request.task, card, pooling_type=request.pooling_type)
     if pooling.task is PoolingTask.EMBED:
         dimensions = request_checks.read_dimensions(request.dimensions, card)
         params = request_checks.vector_params(PoolingTask.ENCODE, dimensions, request.normalize, request.use_activation)
@@ -78,7 +80,7 @@ def parse_pooling(request: PoolingRequestFields, card: ModelCard, name: str) -> 
         params = request_checks.score_params(
             PoolingTask.ENCODE, request.use_activation, request.activation, request.softmax
         )
-    params = request_checks.with_pooling(params, request.pooling_type, request.step_tag_id, request.returned_token_ids)
+    params = request_checks.with_pooling(params, pooling_type, request.step_tag_id, request.returned_token_ids)
     params_check.check_params(params, card)
     return _text_request(request, card, "pool-", name, params, _format(request.encoding_format))
 
@@ -104,6 +106,17 @@ def parse_rerank(request: RerankRequest, card: ModelCard, name: str) -> PoolingR
     shows = request.return_documents is not False
     options = msgspec.structs.replace(asked.options, top_n=top_n, shows_documents=shows)
     return msgspec.structs.replace(asked, pairs=pairs, options=options)
+
+
+def parse_cohere_rerank(request: RerankRequest, card: ModelCard, name: str) -> PoolingRequest:
+    """Raises RequestError. Long documents are cut, as Cohere documents it, and pairs that are longer than the model's
+    length."""
+    asked = parse_rerank(request, card, name)
+    if asked.truncate_prompt_tokens is None:
+        asked = msgspec.structs.replace(asked, truncate_prompt_tokens=WHOLE_LENGTH)
+    if asked.max_second_tokens is None and params_check.pooling_card(card).max_len > COHERE_DOCUMENT_TOKENS:
+        asked = msgspec.structs.replace(asked, max_second_tokens=COHERE_DOCUMENT_TOKENS)
+    return asked
 
 
 def parse_cohere_embed(request: CohereEmbedRequest, card: ModelCard, name: str) -> PoolingRequest:

@@ -231,7 +231,14 @@ class DecodeSteps:
             attend = layers.around(attend)
         if self.mirror is None:
             return attend
-        return DeviceAttend(attend, metadata, num_gathered, words, scales_pending=self.pool.scales_pending)
+        return DeviceAttend(
+            attend,
+            metadata,
+            num_gathered,
+            words,
+            scales_pending=self.pool.scales_pending,
+            records_layers=layers is not None,
+        )
 
     @contextmanager
     def capturing(self, graph: Replay) -> Iterator[Replay]:

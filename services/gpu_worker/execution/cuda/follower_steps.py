@@ -4,7 +4,7 @@ A follower has the slots that the leader has: what the leader's host writes, and
 them. It samples nothing and advances no slot.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockyard.kernels.int_math import wrap_int32
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.slots.slot_state import SlotState, StepInputs
 from blockyard.services.gpu_worker.arrays import Words
@@ -20,10 +21,12 @@ from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.execution.cuda.decode_graphs import begin_adapters
 from blockyard.services.gpu_worker.execution.cuda.device_ops import DeviceOps
 from blockyard.services.gpu_worker.execution.cuda.graph_pool import GraphPool
+from blockyard.services.gpu_worker.execution.cuda.stored_layers import LayerWords, layer_groups
 from blockyard.services.gpu_worker.execution.device_slots import SLOTS
 from blockyard.services.gpu_worker.execution.ranks.follower import compute_logits
 from blockyard.services.gpu_worker.execution.ranks.slot_changes import ReceivedChanges
 from blockyard.services.gpu_worker.host_link import put
+from blockyard.services.gpu_worker.interfaces import StoredLayers
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.memory import blocks_of
 from blockyard.services.gpu_worker.models.interface import Model
@@ -41,7 +44,7 @@ from blockyard.services.gpu_worker.parallel.commands import (
     TakeChanges,
 )
 from blockyard.services.gpu_worker.parallel.team import RankGroups
-from blockyard.services.gpu_worker.step import InputVectors, LogitsIndices, Step
+from blockyard.services.gpu_worker.step import Attend, InputVectors, LogitsIndices, Step
 from blockyard.shared.messages import Geometry
 
 
@@ -51,6 +54,7 @@ class FollowerGraph:
 
     graph: torch.cuda.CUDAGraph
     words: Tensor  # its input
+    records_layers: bool = False
 
 
 class DeviceFollowerSteps:
@@ -76,11 +80,17 @@ class DeviceFollowerSteps:
         self._graphs: dict[int, FollowerGraph] = {}
         self._graph_pool = GraphPool()
         self._captured: FollowerGraph | None = None  # the graph that is captured
+        self.stored: Sequence[StoredLayers] = ()
+        self._num_recorded = 0  # steps that record layers
+        self._number = torch.zeros(1, dtype=torch.int32, device=pool.device)  # the one that runs, of these
+        groups = layer_groups(pool.shape.num_layers)
+        self._layer_words = LayerWords(groups, ops, self._number, model.table.link)
         self._capture = ExitStack()
 
     def forget(self) -> None:
         self._changes.clear()
         self._graphs.clear()
+        self.stored = ()
 
     def do(self, command: Command) -> None:
         if self._ranks.tensor is not None:
@@ -110,6 +120,8 @@ class DeviceFollowerSteps:
                 assert len(words) == graph.words.nbytes, "a graph was replayed with the words of another step"
                 if words:
                     graph.words.copy_(self._on_device(np.frombuffer(words, np.int32).copy()))
+                if graph.records_layers:
+                    self._count_recorded()
                 graph.graph.replay()
             case BeginGraph(key):
                 self._begin(key)
@@ -154,7 +166,22 @@ class DeviceFollowerSteps:
             needed = LogitsIndices(rows.long(), owners[last], F.pad(positions, (0, 1))[last])
         self._pool.scales_pending = command.measures_scales  # the leader knows which steps serve no request
         attend = self._ops.attend(self._pool, metadata)
+        if command.records_layers:
+            attend = self._recorded(attend)
         return self._model.forward(Step(token_ids, positions, attend, needed, vectors))
+
+    def _recorded(self, attend: Attend) -> Attend:
+        if self._captured is None:
+            self._count_recorded()
+        else:
+            self._captured.records_layers = True
+        return self._layer_words.around(attend)
+
+    def _count_recorded(self) -> None:
+        """The step that is launched next records its layers."""
+        self._num_recorded += 1
+        self._number.fill_(wrap_int32(self._num_recorded))
+        self.stored = self._layer_words.stored(self._num_recorded)
 
     def _words(self, words: bytes, count: int) -> Tensor:
         """Returns the words of a forward pass; those of a graph are given to it before each run."""

@@ -1,5 +1,6 @@
 """A rank that computes its share of what the leader sends, in the order in which it comes."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -9,6 +10,7 @@ from torch import Tensor
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder
 from blockyard.services.gpu_worker.execution.ranks.expert_moves import MovableExperts
+from blockyard.services.gpu_worker.interfaces import StoredLayers
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.kv.pool_blocks import RankBlocks
 from blockyard.services.gpu_worker.loading.weight_offload import OffloadedWeights
@@ -52,6 +54,10 @@ class FollowerNeeds(NamedTuple):
 class FollowerSteps(Protocol):
     """The forward passes of a follower on one kind of device."""
 
+    @property
+    def stored(self) -> Sequence[StoredLayers]:
+        """All layers of the last step that records which are stored. Empty: none has."""
+
     def do(self, command: Command) -> None:
         """Does a command of a step. Raises AssertionError for any other."""
 
@@ -61,6 +67,8 @@ class FollowerSteps(Protocol):
 
 class CpuFollowerSteps:
     """Implements `FollowerSteps`."""
+
+    stored: Sequence[StoredLayers] = ()  # a step is done before the next command is read
 
     def __init__(self, model: Model, pool: KVPool, ranks: RankGroups) -> None:
         self._model, self._ranks = model, ranks
@@ -139,6 +147,11 @@ class Follower:
         self._offloaded: OffloadedWeights | None = None
         self._experts = experts
         self.kv_memory = RankBlocks(pool)
+
+    @property
+    def stored(self) -> Sequence[StoredLayers]:
+        """See `FollowerSteps`."""
+        return self._steps.stored
 
     def do(self, command: Command) -> None:
         """Raises RankLostError if another rank is gone."""

@@ -147,6 +147,7 @@ def _device_forward(step: Step, attend: "DeviceAttend", *, has_adapters: bool) -
         num_vectors,
         vector_width,
         attend.measures_scales,
+        attend.records_layers,
     )
 
 
@@ -178,10 +179,12 @@ class DeviceAttend:
         *,
         has_tables: bool = False,
         scales_pending: bool = False,
+        records_layers: bool = False,
     ) -> None:
-        """num_gathered, words: see `DeviceForward`. has_tables: the block tables are not those of slots.
-        scales_pending: see `KVPool`."""
+        """num_gathered, words, records_layers: see `DeviceForward`. has_tables: the block tables are not those of
+        slots. scales_pending: see `KVPool`."""
         self.attend, self.metadata, self.has_tables = attend, metadata, has_tables
+        self.records_layers = records_layers
         self.measures_scales = scales_pending and metadata.query_start_loc is not None
         self.num_gathered, self.words = num_gathered, words
 

@@ -94,15 +94,15 @@ def separate_experts(
     hidden: int,
     inner: int,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    bias: bool = False,
 ) -> ExpertWeights:
     """Weights that the checkpoint has one by one: `prefix`.0.gate_proj.weight and so on."""
     gate, up, down = (f"{prefix}.{{}}.{name}" for name in names)
-    gate_up = make_spec([part(gate, inner), part(up, inner)], hidden, split=Split.OUTPUTS)
-    return _make(
-        layers,
-        ExpertSpec(num_experts=num_experts, matrix=gate_up),
-        ExpertSpec(num_experts=num_experts, matrix=make_spec([part(down, hidden)], inner, split=Split.INPUTS)),
+    matrices = (
+        make_spec([part(gate, inner), part(up, inner)], hidden, split=Split.OUTPUTS, bias=bias),
+        make_spec([part(down, hidden)], inner, split=Split.INPUTS, bias=bias),
     )
+    return _make(layers, *(ExpertSpec(num_experts=num_experts, matrix=one) for one in matrices))
 
 
 def stacked_experts(
@@ -125,8 +125,8 @@ def stacked_experts(
     them one by one instead: llm-compressor makes linear layers of experts.
     """
     prefix = gate_up_name.rpartition(".")[0]
-    if not in_pairs and not bias and layers.table.headers.has_part(f"{prefix}.0"):
-        return separate_experts(layers, prefix, num_experts, hidden, inner)
+    if layers.table.headers.has_part(f"{prefix}.0"):
+        return separate_experts(layers, prefix, num_experts, hidden, inner, bias=bias)
     both = MatrixPart(name=gate_up_name, rows=(Rows(inner, inner),) * 2, interleaved=in_pairs)
     matrices = (
         make_spec([both], hidden, split=Split.OUTPUTS, transposed=transposed, bias=bias),

@@ -37,7 +37,7 @@ from blockyard.services.gpu_worker.quantization.kept.dequantized import Dequanti
 from blockyard.services.gpu_worker.quantization.kept.table4_a16 import FP4, NF4, Table4A16, to_table
 from blockyard.services.gpu_worker.quantization.kept.w4a16 import pack
 from blockyard.services.gpu_worker.quantization.kept.w8a16 import W8A16
-from blockyard.services.gpu_worker.quantization.names import ROUTERS, NamePatterns, is_left_out
+from blockyard.services.gpu_worker.quantization.names import ROUTERS, NamePatterns, is_left_out, is_left_out_at_load
 from blockyard.services.gpu_worker.quantization.scheme import WEIGHT, Matrix, StoredMatrix
 from blockyard.shared.errors import LoadError
 from blockyard.shared.quantization.integers import BitsAndBytesSettings
@@ -86,7 +86,8 @@ class BitsAndBytesScheme:
         if self._left_out.match(matrix.name) or (is_left_out(matrix.name) and not is_router):
             return None
         if settings.from_16_bits:
-            return None if matrix.plain or is_router else self._rounded(matrix)
+            is_out = matrix.plain or is_left_out_at_load(matrix.name)
+            return None if is_out else self._rounded(matrix)
         if matrix.experts is not None:  # the library quantizes linear layers, and no stacks
             return None
         stored = _stored_8_bits(matrix) if settings.load_in_8bit else self._stored_4_bits(matrix)

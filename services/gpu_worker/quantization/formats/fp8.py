@@ -39,7 +39,7 @@ from blockyard.services.gpu_worker.quantization.kept.eight_bits import (
 from blockyard.services.gpu_worker.quantization.kept.form import KeptForm
 from blockyard.services.gpu_worker.quantization.kept.fp8_w8a8 import Fp8W8A8
 from blockyard.services.gpu_worker.quantization.kept.w8a16 import W8A16
-from blockyard.services.gpu_worker.quantization.names import NamePatterns, is_left_out
+from blockyard.services.gpu_worker.quantization.names import NamePatterns, is_left_out, is_left_out_at_load
 from blockyard.services.gpu_worker.quantization.scheme import WEIGHT, Matrix, StoredMatrix, ToKept
 from blockyard.shared.quantization.floats import Fp8Settings
 from blockyard.shared.quantization.reading import read
@@ -84,7 +84,7 @@ class Fp8Scheme:
             return None
         shape = matrix.stored_shape
         if self._settings.is_made_at_load:
-            if matrix.plain:
+            if matrix.plain or is_left_out_at_load(matrix.name):
                 return None
             tensors = {WEIGHT: matrix.stored(WEIGHT, shape, FLOATS)}
             return StoredMatrix(form=self.form, tensors=tensors, to_kept=self._round(matrix), note=self._note)

@@ -104,7 +104,9 @@ MODELS = (
         "quantization-config",
         None,
         "Quantization of each kind of layer.",
-        refused=not_built("quantization of weights while they are loaded; use a checkpoint that is quantized"),
+        refused=not_built(
+            "a method for each kind of layer; --quantization has one for all, and files of a checkpoint may"
+        ),
         harmless=({},),
         kind=FlagKind.JSON,
     ),

@@ -89,6 +89,19 @@ async def test_messages_with_special_tokens_are_cut_as_a_text(pooling_rig) -> No
     assert [call.prompt_name for call in fake.calls] == ["", ""]
 
 
+async def test_messages_where_the_chat_template_writes_texts(pooling_rig) -> None:
+    """They are written once: what the template made goes to the ring as ids, which it would not write again."""
+    card = msgspec.structs.replace(EMBED, writes_messages=True, prompts=PROMPTS, default_prompt_name="query")
+    messages = [{"role": "user", "content": "hi"}]
+    async with pooling_rig(card) as (r, fake):
+        for more in ({}, {"truncate_prompt_tokens": 9}, {"truncate_prompt_tokens": -1, "add_special_tokens": True}):
+            status, answer = await r.post("/v1/embeddings", {"messages": messages} | more)
+            assert status == 200, answer
+        assert (await r.post("/pooling", {"messages": messages}))[0] == 200
+    assert all(isinstance(call.inputs[0], bytes) and call.prompt_name == "" for call in fake.calls)
+    assert len(fake.calls) == 4 and len({call.inputs[0] for call in fake.calls}) == 1
+
+
 async def test_a_request_pools_in_its_own_way(pooling_rig) -> None:
     asked = {"input": "abc", "pooling_type": "step", "step_tag_id": 5, "returned_token_ids": [1, 0]}
     async with pooling_rig(REWARD) as (r, fake):
@@ -99,6 +112,19 @@ async def test_a_request_pools_in_its_own_way(pooling_rig) -> None:
     [call] = fake.calls
     params = call.params
     assert (status, params.pooling_type, params.step_tag_id, params.returned_token_ids) == (200, "step", 5, [1, 0])
+
+
+async def test_vectors_of_tokens_by_the_name_of_the_task(pooling_rig) -> None:
+    asked = {"input": "abc", "task": "token_embed"}
+    async with pooling_rig(EMBED) as (r, fake):
+        for more in ({}, {"pooling_type": "all"}):
+            assert (await r.post("/pooling", asked | more))[0] == 200
+        refused, error = await r.post("/pooling", asked | {"pooling_type": "cls"})
+    assert [call.params.pooling_type for call in fake.calls] == ["ALL", "ALL"]
+    assert refused == 400 and error["error"]["param"] == "pooling_type"
+    async with pooling_rig(msgspec.structs.replace(EMBED, of_tokens=True, pooling="ALL")) as (r, fake):
+        assert (await r.post("/pooling", asked))[0] == 200
+    assert fake.calls[0].params.pooling_type is None
 
 
 async def test_cohere_embeddings(pooling_rig) -> None:
@@ -195,6 +221,19 @@ async def test_rerank_by_vectors_limits_query_and_documents_apart(pooling_rig) -
         _, answer = await r.post("/rerank", asked)
     assert [one["index"] for one in answer["results"]] == [1, 0]
     assert [(call.inputs, call.max_first_tokens) for call in fake.calls] == [(["abc"], 5), (["xyz", "abc"], 9)]
+
+
+@pytest.mark.parametrize(("max_len", "limit"), [(64, None), (8192, 4096)])
+async def test_long_documents_for_cohere_are_cut(pooling_rig, max_len: int, limit: int | None) -> None:
+    """To `max_tokens_per_doc`, of which Cohere documents the default, and to the model's length."""
+    async with pooling_rig(msgspec.structs.replace(SCORE, max_len=max_len)) as (r, fake):
+        asked = {"query": "a", "documents": ["c", "x " * max_len]}
+        status, answer = await r.post("/v2/rerank", asked)
+        assert status == 200 and len(answer["results"]) == 2, answer
+        await r.post("/v2/rerank", asked | {"max_tokens_per_doc": 7, "truncate_prompt_tokens": 20})
+        refused, error = await r.post("/v1/rerank", asked)
+    assert [(call.truncate_prompt_tokens, call.max_second_tokens) for call in fake.calls[:2]] == [(-1, limit), (20, 7)]
+    assert refused == 400 and error["error"]["param"] == "documents[1]"
 
 
 async def test_classes(pooling_rig) -> None:

@@ -11,6 +11,7 @@ from rig import serve as rig_serve
 from blockyard.services.bench import serve as bench_serve
 from blockyard.services.bench.load import client_process, processes
 from blockyard.services.bench.load.client import Endpoint, LoadPlan, LoadRun
+from blockyard.services.bench.load.monitor import CpuMonitor
 from blockyard.services.bench.load.results import BenchError, RequestResult
 from blockyard.services.bench.server import find
 
@@ -43,6 +44,21 @@ def test_answers_are_in_the_order_of_their_requests(url: str) -> None:
     for i, one in enumerate(results):  # clocks of all processes are one clock; timers may be 1 ms early
         assert one.sent_s >= load.started_s + 0.02 * i - 0.002
         assert one.sent_s < one.tokens_s[0] <= one.ended_s <= load.ended_s
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_the_cpu_time_is_that_of_the_run(url: str, num: int) -> None:
+    """Of the busiest process: not of this one, which has used more before, nor of the imports of the others."""
+    endpoint = find(url, None).endpoint("completions")
+    plan, load = LoadPlan([endpoint.request(body(i)) for i in range(3)], [0.0, 0.1, 0.2]), LoadRun()
+    cpu = CpuMonitor(load)
+
+    async def measured() -> None:
+        async with cpu:
+            await processes.run(endpoint, plan, [2, 3, 4], load, num)
+
+    asyncio.run(measured())
+    assert 0 < cpu.cpu_share <= cpu.peak_cpu_share < 0.8, "most of the time is waiting"
 
 
 def test_shares_are_whole() -> None:

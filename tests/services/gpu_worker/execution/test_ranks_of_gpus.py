@@ -75,7 +75,12 @@ def test_a_prefill_that_sends_blocks_records_layers_and_is_computed_by_all(
         assert [one.layers.stop for one in stored][-1:] == [runner.pool.shape.num_layers] * bool(sends)
         tokens.append(collected(runner)[1][0].token_ids)
     assert tokens[0] == tokens[1] and len(tokens[0]) == 1
-    assert len(ranks.forwards) == 2
+    ranks.close()
+    assert [one.records_layers for one in ranks.forwards] == [False, True]
+    before, layers = ranks.stored
+    assert not before
+    assert [group.layers for group in layers] == [group.layers for group in stored]
+    assert all(group.is_stored() for group in layers)
 
 
 def test_followers_measure_scales_in_the_steps_in_which_the_leader_does(ranks: TwoRanks) -> None:
@@ -174,6 +179,35 @@ def test_a_follower_refuses_a_replay_without_the_words_of_its_graph(ranks: TwoRa
     steps._graphs[1] = FollowerGraph(cast(torch.cuda.CUDAGraph, Mark()), torch.zeros(3, dtype=torch.int32))
     with pytest.raises(AssertionError, match="words of another step"):
         steps.do(ReplayGraph(1, b""))
+
+
+def test_a_graph_of_a_follower_tells_which_layers_its_last_replay_has_stored(ranks: TwoRanks) -> None:
+    assert isinstance(ranks.runner.model, LeaderModel)
+    model, pool, groups = ranks.runner.model, ranks.runner.pool, ranks.runner.model.ranks
+    steps = DeviceFollowerSteps(model, pool, groups, ranks.runner.geometry, ReferenceOps())
+    attend = steps._layer_words.around(lambda *_: torch.empty(0))  # type: ignore[arg-type]
+    num_layers = pool.shape.num_layers
+
+    class Recording(Mark):
+        due: tuple[int, ...] = ()  # layers
+
+        def replay(self) -> None:
+            for layer in self.due:
+                attend(layer, torch.empty(0))
+
+    graph, words = Recording(), torch.zeros(3, dtype=torch.int32)
+    steps._graphs[1] = FollowerGraph(cast(torch.cuda.CUDAGraph, graph), words, records_layers=True)
+    steps._graphs[2] = FollowerGraph(cast(torch.cuda.CUDAGraph, Mark()), words)
+    steps.do(ReplayGraph(2, bytes(12)))
+    assert not steps.stored
+    for due in (tuple(range(num_layers)), (0,)):  # the device is amid the second one
+        graph.due = due
+        steps.do(ReplayGraph(1, bytes(12)))
+        assert [group.is_stored() for group in steps.stored] == [layer in due for layer in range(num_layers)]
+    steps.do(ReplayGraph(2, bytes(12)))
+    assert len(steps.stored) == num_layers, "decodes between a prefill and its sends change nothing"
+    steps.forget()
+    assert not steps.stored
 
 
 def test_a_follower_installs_the_kernels_of_its_leader(ranks: TwoRanks) -> None:

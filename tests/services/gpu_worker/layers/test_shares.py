@@ -174,6 +174,7 @@ def of_one(weights: ExpertWeights, expert: int, x: Tensor) -> Tensor:
 
 EXPERTS: dict[str, Callable[[LinearLayers, int, int], ExpertWeights]] = {
     "separate": lambda layers, hidden, inner: separate_experts(layers, "e", 3, hidden, inner),
+    "separate, with biases": lambda layers, hidden, inner: separate_experts(layers, "e", 3, hidden, inner, bias=True),
     "stacked": lambda layers, hidden, inner: stacked_experts(layers, "gate_up", "down", 3, hidden, inner),
     "transposed": lambda layers, hidden, inner: stacked_experts(
         layers, "gate_up", "down", 3, hidden, inner, transposed=True
@@ -228,6 +229,17 @@ def test_spread_experts_that_cannot_be_are_refused() -> None:
 def test_blocks_of_inputs_are_not_cut() -> None:
     with pytest.raises(ConfigError, match="no whole groups of 32"):
         list(built(lambda layers: EXPERTS["in pairs"](layers, 32, 96), 4, MXFP4))
+    blocks = {"quantization_config": {"quant_method": "fp8", "weight_block_size": (8, 8)}}
+    table = WeightTable(torch.float32, torch.device("meta"), shard=Shard(0, 4))
+    error = (
+        r"--tensor-parallel-size 4: e\.0\.down_proj: inputs 0 to 3, which a rank has, are no whole groups of 8; with "
+        "--enable-expert-parallel a rank has whole experts"
+    )
+    with pytest.raises(ConfigError, match=error):
+        EXPERTS["separate"](LinearLayers(table, blocks), 8, 16)
+    table.spreads_experts = True
+    with pytest.raises(ConfigError, match="3 experts cannot be on 4 ranks"):
+        EXPERTS["separate"](LinearLayers(table, blocks), 8, 16)
 
 
 def test_more_ranks_than_query_heads_are_refused() -> None:

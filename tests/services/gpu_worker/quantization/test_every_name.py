@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 import torch
 from all_formats import load_samples
+from packed_model import load_model
 from quantized_checkpoint import Checkpoints, check_logits, logits
+from reward_folders import save_reward_model
 from tiny_models import BY_NAME, start
+from tiny_poolers import BY_NAME as POOLERS
 
 from blockyard.services.gpu_worker.quantization.kept.form import KeptLinear
 from blockyard.services.gpu_worker.runner import Runner
@@ -147,3 +150,29 @@ def test_a_refused_name_starts_no_process(folders: Folders, name: str, monkeypat
             from_command_line(folders.plain("llama"), asked)
         assert reason in str(from_llm.value)
         assert reason in str(from_cli.value)
+
+
+def save_reward(folder: Path) -> None:
+    save_reward_model(folder, "Qwen2ForRewardModel")
+
+
+CLASSIFIERS: dict[str, tuple[Callable[[Path], object], set[str]]] = {
+    "llama": (POOLERS["llama-classes"].save, {"score"}),
+    "reward": (save_reward, {"score.0", "score.2"}),
+    "roberta": (POOLERS["roberta-classes"].save, {"classifier.dense", "classifier.out_proj"}),
+    "bert": (POOLERS["bert-classes"].save, {"bert.pooler.dense", "classifier"}),
+}
+
+
+@pytest.mark.parametrize("name", ["fp8", "bitsandbytes"])
+@pytest.mark.parametrize("model", CLASSIFIERS)
+def test_output_layers_of_classifiers_stay_while_a_checkpoint_is_quantized(
+    tmp_path: Path, model: str, name: str
+) -> None:
+    save, outputs = CLASSIFIERS[model]
+    save(tmp_path)
+    said = {"quantization_config": NAMES[name].of_16_bits}
+    linears = load_model(tmp_path, overrides=json.dumps(said)).linears()
+    dense = {part.name for one in linears if not isinstance(one.method, KeptLinear) for part in one.spec.parts}
+    assert dense == outputs
+    assert len(linears) > 2 * len(outputs)

@@ -105,9 +105,58 @@ def test_a_group_may_be_all_inputs(asymmetric: bool) -> None:
     torch.testing.assert_close(read, numbers, atol=0, rtol=1e-6)
 
 
-def test_stacked_experts_stay(tmp_path: Path) -> None:
-    """They are named as matrices that stay, and their biases, which are no matrices, are not."""
-    written = quantize(source(tmp_path, "gpt-oss"), tmp_path / "target", Rounding("int8"))
+STACKS = {"gpt-oss": ".mlp", "llama4": ".feed_forward", "gemma4-moe": ""}  # what is before "experts"
+
+
+def restacked(model: str, before: dict[str, Tensor], numbers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The numbers of single experts in the stacks that transformers has. Raises KeyError if some are missing."""
+    made = dict[str, Tensor]()
+    for name, stack in before.items():
+        prefix, _, last = name.rpartition(".")
+        kind = "bias" if last.endswith("_bias") else "weight"
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last.removesuffix("_bias"))
+        if not prefix.endswith("experts") or parts is None:
+            made[name] = numbers.pop(name)
+            continue
+        experts = []
+        for i in range(len(stack)):
+            own = [numbers.pop(f"{prefix}.{i}.{one}.{kind}") for one in parts]
+            experts.append(torch.stack(own, 1).flatten(0, 1) if model == "gpt-oss" else torch.cat(own))
+        whole = torch.stack(experts)
+        made[name] = whole.mT if kind == "weight" and model != "gemma4-moe" else whole
+    assert not numbers
+    return made
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8-block", "int8", "w4"])
+@pytest.mark.parametrize("model", STACKS)
+def test_stacked_experts_are_cut_and_quantized(tmp_path: Path, model: str, kind: str) -> None:
+    how = Rounding(kind, 16)
+    of_source, target = source(tmp_path, model), tmp_path / "target"
+    written = quantize(of_source, target, how)
+    assert not written.stacks and not [name for name in written.ignored if "experts." in name]
+    before, numbers = tensors_of(of_source), read_by_the_package(target)
+    plain = tmp_path / "plain"
+    shutil.copytree(of_source, plain, ignore=lambda folder, names: [one for one in names if ".safetensors" in one])
+    same = restacked(model, before, numbers)
+    stacks = [name for name in same if ".experts." in name and same[name].dim() == 3]
+    assert stacks
+    for name in stacks:
+        error = (same[name] - before[name]).norm() / before[name].norm()
+        assert 0 < float(error) < 0.15, name
+    save_file({name: value.contiguous() for name, value in same.items()}, plain / "model.safetensors")
+    packed, dense = (start(folder, max_model_len=64) for folder in (target, plain))
+    for linear, like in zip(dense.model.linears(), packed.model.linears(), strict=True):
+        if not isinstance(like.method, UnquantizedLinear):
+            rounding = like.method.kept_form.round_inputs
+            linear.wrap(lambda product, rounding=rounding: lambda x: product(rounding(x, {})))
+    torch.testing.assert_close(logits(packed), logits(dense), atol=1e-4, rtol=1e-4)
+
+
+def test_stacks_that_stay(tmp_path: Path) -> None:
+    """Those to ignore, and those of which no public layout has quantized matrices: these are said with their bytes."""
+    of_source = source(tmp_path, "gpt-oss")
+    written = quantize(of_source, tmp_path / "target", Rounding("int8", ignore=["experts"]))
     assert {name.partition(".mlp.")[2] for name in written.ignored if ".mlp." in name} == {
         "router",
         "experts.gate_up_proj",
@@ -115,6 +164,16 @@ def test_stacked_experts_stay(tmp_path: Path) -> None:
     }
     lines = start(tmp_path / "target", max_model_len=64).model.table.describe_unused()
     assert not [line for line in lines if "quantization_config names" in line]
+    quantize(of_source, tmp_path / "half", Rounding("int8", ignore=["re:.*experts.down_proj", "experts.3.up_proj"]))
+    names = tensors_of(tmp_path / "half")
+    assert names["model.layers.0.mlp.experts.2.down_proj.weight"].dtype == torch.float32
+    assert names["model.layers.0.mlp.experts.3.up_proj.weight"].dtype == torch.float32
+    assert names["model.layers.0.mlp.experts.3.gate_proj.weight"].dtype == torch.int8
+    BY_NAME["granite-moe"].save(tmp_path / "granite")
+    written = quantize(tmp_path / "granite", tmp_path / "other", Rounding("int8"))
+    assert table(written).splitlines()[-1] == (
+        "stacked experts that stay as they are: 6 tensors, 1.33 MB (model.layers.0.block_sparse_moe.input_linear ...)"
+    )
 
 
 def with_config(folder: Path, **fields: Any) -> None:

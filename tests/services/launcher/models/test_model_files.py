@@ -150,6 +150,22 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
     assert find("--model", str(tmp_path), weights=False).config == {}
 
 
+def test_a_model_inside_a_folder_of_modules(tmp_path: Path) -> None:
+    """Older releases of sentence-transformers write the Transformer to a folder of its own."""
+    entries = [{"type": "sentence_transformers.models.Transformer", "path": "0_Transformer"}]
+    (tmp_path / "modules.json").write_text(json.dumps(entries))
+    with pytest.raises(ConfigError, match=r"0_Transformer has no config\.json"):
+        find("--model", str(tmp_path))
+    folder(tmp_path / "0_Transformer")
+    found = find("--model", str(tmp_path))
+    assert found.path == found.tokenizer_path == tmp_path / "0_Transformer"
+    assert (found.modules_path, found.modules_folder, found.config) == (tmp_path, tmp_path, LLAMA)
+    entries[0]["path"] = "../m"
+    (tmp_path / "modules.json").write_text(json.dumps(entries))
+    with pytest.raises(ConfigError, match="outside of the folder"):
+        find("--model", str(tmp_path))
+
+
 @pytest.mark.parametrize("name", ["/no/such", "./no", "a/b/c", "../m", "what is this"])
 def test_an_invalid_hub_name_is_a_missing_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

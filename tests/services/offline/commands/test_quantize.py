@@ -45,9 +45,21 @@ def test_errors_are_one_line(tmp_path: Path) -> None:
         (["demo", "out", "--to", "int8", "--asymmetric"], "--asymmetric is for --to w4"),
         (["demo", "out", "--to", "w4", "--group", "0"], "--group 0: groups have at least 1"),
         (["demo", "out", "--to", "w4", "--text", "/no/such"], "--text /no/such: No such file"),
+        (["demo", "out", "--to", "w4", "--ignore", "re:("], r"^--ignore 're:\(' is not a regular expression: missing"),
         (["/no/such", "out", "--to", "w4"], "model /no/such: no such folder"),
     ],
 )
 def test_wrong_flags(words: list[str], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         quantize.main(words)
+
+
+def test_a_model_inside_a_folder_of_modules(tmp_path: Path) -> None:
+    """The modules around it would be lost."""
+    inside = tmp_path / "0_Transformer"
+    inside.mkdir()
+    (inside / "config.json").write_text('{"architectures": ["BertModel"]}')
+    entry = '{"type": "sentence_transformers.models.Transformer", "path": "0_Transformer"}'
+    (tmp_path / "modules.json").write_text(f"[{entry}]")
+    with pytest.raises(ConfigError, match=r"0_Transformer: the modules\.json of this model is in the folder around it"):
+        quantize.main([str(tmp_path), str(tmp_path / "out"), "--to", "w4"])

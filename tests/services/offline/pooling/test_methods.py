@@ -76,8 +76,12 @@ def test_encode_returns_arrays_of_any_shape(make) -> None:
     assert output.outputs.data.dtype == np.float32 and output.outputs.data.tolist() == [[0, 1], [1, 1], [2, 1]]
     [output] = make(REWARD).reward("ab", use_tqdm=False)
     assert output.outputs.data.shape == (2, 2)
-    [output] = make(EMBED).encode("abc", pooling_task="embed", use_tqdm=False)
+    llm = make(EMBED)
+    [output] = llm.encode("abc", pooling_task="embed", use_tqdm=False)
     assert output.outputs.data.shape == (4,)
+    for asked in ({"pooling_task": "token_embed"}, {"pooling_params": PoolingParams(task="token_embed")}):
+        llm.encode("abc", use_tqdm=False, **asked)
+        assert llm.fake.calls[-1].params.pooling_type == "ALL"
 
 
 def test_classify(make) -> None:
@@ -94,6 +98,15 @@ def test_score_of_pairs_and_of_vectors(make) -> None:
     llm = make(EMBED)
     [same, other] = llm.score(["text", "text"], ["text", "other"], use_tqdm=False)
     assert same.outputs.score == pytest.approx(1) and other.outputs.score < 0.9999
+
+
+def test_score_with_an_instruction(make) -> None:
+    llm = make(msgspec.structs.replace(SCORE, has_pair_template=True))
+    each = [PoolingParams(), PoolingParams(instruction="own")]
+    for params, expected in ((None, ["rank"]), (each[1], ["own"]), (each, ["rank", "own"])):
+        llm.fake.calls.clear()
+        llm.score("a", ["b", "c"], pooling_params=params, instruction="rank", use_tqdm=False)
+        assert sorted(call.instruction for call in llm.fake.calls) == sorted(expected)
 
 
 def test_many_texts_are_asked_in_parts_and_keep_their_places(make) -> None:
@@ -159,6 +172,9 @@ def test_parameters_reach_the_ring(make) -> None:
         (SCORE, lambda llm: llm.reward("a"), "has the task score"),
         (None, lambda llm: llm.embed("a"), "generates text"),
         (EMBED, lambda llm: llm.encode("a", pooling_task="classify"), "has the task embed"),
+        (CLASSIFY, lambda llm: llm.encode("a", pooling_task="token_embed"), "not one of each token"),
+        (SCORE, lambda llm: llm.score("a", "b", instruction="rank"), "instruction is for a model with a template"),
+        (SCORE, lambda llm: llm.score("a", "b", pooling_params=3, instruction="rank"), "must be PoolingParams"),
         (EMBED, lambda llm: llm.embed(["a", ""]), r"prompts\[1\]` is empty"),
         (EMBED, lambda llm: llm.embed([[1], [5, 300]]), r"prompts\[1\].*300 is outside"),
         (EMBED, lambda llm: llm.embed([[1], [5, 2.5]]), r"prompts\[1\]: not a list of token ids"),

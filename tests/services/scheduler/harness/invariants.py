@@ -23,6 +23,7 @@ from .beam_reference import beam_reference, known_prompt
 from .fakes import Journal, ids_list
 
 EOS = 7
+FAULTS = "workers broke", NOT_LANDED, "no worker can read the adapter"  # details of requests that may fail
 
 
 def check_tokens(journal: Journal, pattern: Pattern, max_model_len: int) -> None:
@@ -43,7 +44,7 @@ def check_tokens(journal: Journal, pattern: Pattern, max_model_len: int) -> None
             assert len(out.ids) == room, name
         elif out.finish is FinishReason.FAILED:
             too_long = len(prompt) + min(1, sampling.max_tokens) > max_model_len
-            broke = out.detail.startswith(("workers broke", NOT_LANDED))
+            broke = out.detail.startswith(FAULTS)
             assert too_long or broke, f"{name}: {out.detail}"
         if sampling.num_logprobs is not None:
             assert [p.token_id for p in out.logprobs] == out.ids, name
@@ -67,7 +68,7 @@ def check_beams(journal: Journal, pattern: Pattern, max_model_len: int) -> None:
         name = f"{frame.request_id}/{index}"
         if out.finish not in (FinishReason.STOP, FinishReason.LENGTH):
             assert not out.ids, f"{name} was told before it was over"
-            broke = out.detail.startswith(("workers broke", NOT_LANDED))
+            broke = out.detail.startswith(FAULTS)
             assert out.finish is None or broke, f"{name}: {out.detail}"
             continue
         assert (out.ids, out.finish) == (best[index].hypothesis.outputs.tolist(), best[index].finish), name

@@ -1,5 +1,6 @@
 """What goes first: the flag, the folder, the default of the model."""
 
+import msgspec
 import pytest
 
 from blockyard.shared.config.pooling.activations import Activation, choose_activation, num_labels
@@ -73,6 +74,8 @@ def test_a_folder_that_cuts_vectors() -> None:
     found = choose_pooling(PoolingMode.LAST, 8, _folder(NormalizeModule()), NOTHING, truncate_dim=3)
     assert (found.width, found.truncate_dim) == (3, 3)
     assert found.describe() == "pooling: MEAN (modules.json), 3 numbers (truncate_dim), normalized before the cut"
+    score = msgspec.structs.replace(found, width=1, truncate_dim=None, normalize=False)
+    assert score.describe() == "pooling: MEAN (modules.json), 1 number, not normalized"
     for width, outputs in ((9, None), (1, 2)):  # it is as wide as the vector, or of another output
         found = choose_pooling(PoolingMode.LAST, 8, None, NOTHING, num_outputs=outputs, truncate_dim=width)
         assert (found.width, found.truncate_dim) == (outputs or 8, None)

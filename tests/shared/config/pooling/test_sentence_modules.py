@@ -29,7 +29,7 @@ def test_reads_pooling_that_the_package_saves(modes: Sequence[PoolingMode], tmp_
     assert found.pooling.modes == tuple(modes)
     assert found.pooling.width == WIDTH
     assert not found.pooling.include_prompt
-    assert width_behind(found) == WIDTH * len(modes)
+    assert width_behind(found) == WIDTH * len(modes) and not found.joins_dense
 
 
 def test_reads_modules_behind_the_pooling(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_reads_modules_behind_the_pooling(tmp_path: Path) -> None:
     assert isinstance(second, DenseModule)
     assert (second.activation, second.bias, second.out_features) == ("GELU", False, 8)
     assert isinstance(last, NormalizeModule)
-    assert width_behind(found) == 8
+    assert width_behind(found) == 8 and found.joins_dense
 
 
 def _write(folder: Path, modules: Sequence[tuple[str, dict[str, Any] | None]]) -> None:
@@ -110,6 +110,14 @@ def test_refuses_by_name(modules: Sequence[Any], words: str, tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=words) as error:
         read_modules(tmp_path)
     assert str(tmp_path) in str(error.value)
+
+
+def test_refuses_code_of_others(tmp_path: Path) -> None:
+    """sentence-transformers imports it with trust_remote_code alone."""
+    entries = [{"type": "custom_st.Transformer"}, {"type": "sentence_transformers.models.Normalize"}]
+    (tmp_path / "modules.json").write_text(json.dumps(entries))
+    with pytest.raises(ConfigError, match=r"module custom_st\.Transformer is code of another package"):
+        read_modules(tmp_path)
 
 
 def test_the_order_is_that_of_the_file(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from blockyard.shared.errors import ConfigError
 
 POOLING = [{"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"}]
 POOLING += [{"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]
-SCORE = [POOLING[0], {"idx": 1, "path": "1_LogitScore", "type": "x.LogitScore"}]
+SCORE = [POOLING[0], {"idx": 1, "path": "1_LogitScore", "type": "sentence_transformers.models.LogitScore"}]
 
 
 def values(*flags: str) -> parsed_flags.Values:

@@ -11,6 +11,7 @@ from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import PoolingCard, PoolingParams
 from blockyard.shared.ring_client.pooling.params_check import check_params
 
+JOINED = msgspec.structs.replace(EMBED, pooling="CLS+MEAN", joins_dense=True)
 STEPS = msgspec.structs.replace(REWARD, pooling="STEP")
 
 
@@ -18,6 +19,8 @@ STEPS = msgspec.structs.replace(REWARD, pooling="STEP")
     ("card", "asked"),
     [
         (EMBED, {"dimensions": 2, "normalize": False}),
+        (EMBED, {"pooling_type": "cls"}),
+        (JOINED, {"pooling_type": "all"}),
         (CLASSIFY, {"use_activation": False, "returned_token_ids": [2, 0, 0]}),
         (STEPS, {"step_tag_id": CARD.vocab_size - 1, "returned_token_ids": [1]}),
         (REWARD, {"pooling_type": "step", "step_tag_id": 0}),
@@ -32,6 +35,7 @@ def test_what_a_model_can_make(card: PoolingCard, asked: dict[str, Any]) -> None
     [
         (EMBED, {"dimensions": 3}),
         (EMBED, {"returned_token_ids": [0]}),
+        (JOINED, {"pooling_type": "mean"}),
         (CLASSIFY, {"normalize": True}),
         (CLASSIFY, {"returned_token_ids": [3]}),
         (CLASSIFY, {"returned_token_ids": [-1]}),

@@ -26,6 +26,10 @@ from torch import Tensor
 from blockyard.services.gpu_worker.quantization.formats import bitsandbytes
 from blockyard.services.gpu_worker.quantization.kept.form import KeptLinear
 from blockyard.services.gpu_worker.quantization.kept.table4_a16 import NF4, Table4A16
+from blockyard.services.launcher.models import model_files
+from blockyard.shared.config import parsed_flags
+from blockyard.shared.config.checkpoint import quantized_overrides
+from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.errors import ConfigError, LoadError
 from blockyard.shared.quantization.table import NAMES
 
@@ -118,6 +122,17 @@ def test_rows_that_blocks_do_not_fit(tmp_path: Path) -> None:
         kept = stored.to_kept(given | {"quant_state": state})
         got = stored.form.dequantize(kept, inputs, torch.float32)
         torch.testing.assert_close(got, numbers.view(matrix.outputs, inputs))
+
+
+@pytest.mark.parametrize("said", [{"load_in_8bit": True}, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}])
+def test_settings_that_users_of_transformers_paste(tmp_path: Path, said: dict[str, bool | str]) -> None:
+    BY_NAME["llama"].save(tmp_path)
+    given = ["--model", str(tmp_path), "--hf-overrides", json.dumps({"quantization_config": said})]
+    values = Values(parsed_flags.from_command_line(given)[0])
+    overrides = json.dumps(quantized_overrides(values, model_files.find(values)))
+    runner = start(tmp_path, max_model_len=64, config_overrides=overrides)
+    kept = [one.method.kept_form.name for one in runner.model.linears() if isinstance(one.method, KeptLinear)]
+    assert kept == ["W8A16" if "load_in_8bit" in said else "Table4A16"] * 12
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])

@@ -47,5 +47,12 @@ def assert_noted(runner: Runner) -> None:
     of_attention = [one.method for one in runner.model.linears() if one.method.form == "dense"]
     assert of_attention
     notes = runner.model.table.describe_unused()
+    assert not [note for note in notes if "no weight of this model" in note]
     [of_experts] = [note for note in notes if "W8A16 weights, dequantized" in note]
     assert ".experts" in of_experts or ".block_sparse_moe" in of_experts
+
+
+def test_a_model_without_experts_is_said_not_to_be_quantized(tmp_path: Path) -> None:
+    BY_NAME["llama"].save(tmp_path)
+    lines = start(tmp_path, max_model_len=64, config_overrides=SAID).model.table.describe_unused()
+    assert lines == ["quantization that quantizes no weight of this model: experts_int8"]

@@ -226,7 +226,7 @@ def test_shares_of_ranks(split: Split, scales: str, monkeypatch: pytest.MonkeyPa
 def test_a_rank_that_would_cut_a_block_is_refused() -> None:
     table = WeightTable(torch.float32, torch.device("meta"), shard=Shard(0, 2))
     layers = LinearLayers(table, {"quantization_config": {"quant_method": "fp8", "weight_block_size": (8, 8)}})
-    with pytest.raises(ConfigError, match="a: inputs 0 to 11, which a rank has, are no whole groups of 8"):
+    with pytest.raises(ConfigError, match=r"-size 2: a: inputs 0 to 11, which a rank has, are no whole groups of 8$"):
         layers.make([part("a", 8)], 24, split=Split.INPUTS)
 
 

@@ -56,7 +56,9 @@ def draw(kind: Kind, outputs: int, inputs: int) -> np.ndarray[Any, Any]:
     return blocks.reshape(outputs, -1)
 
 
-def write_gguf(folder: Path, model: str, kind: Kind, architecture: str, **more: Any) -> tuple[Path, Path]:
+def write_gguf(
+    folder: Path, model: str, kind: Kind, architecture: str, *, has_heads: bool = True, **more: Any
+) -> tuple[Path, Path]:
     """Writes a model as a .gguf file beside config.json, and with the numbers that the file stands for."""
     plain, packed = folder / "plain", folder / "packed"
     BY_NAME[model].save(plain)
@@ -69,8 +71,9 @@ def write_gguf(folder: Path, model: str, kind: Kind, architecture: str, **more: 
     (packed / "config.json").write_text(json.dumps(config))
     heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer = gguf.GGUFWriter(packed / "model.gguf", architecture)
-    writer.add_head_count(heads[0])
-    writer.add_head_count_kv(heads[1])
+    if has_heads:
+        writer.add_head_count(heads[0])
+        writer.add_head_count_kv(heads[1])
     for name, value in tensors.items():
         base, _, last = name.rpartition(".")
         own = gguf_name(base)
@@ -185,6 +188,11 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     _, packed = write_gguf(tmp_path / "b", "llama", Kind.Q8_0, "phi3")
     with pytest.raises(LoadError, match=r"general.architecture is 'phi3'; llama, qwen2, qwen3 are read"):
         start(packed, config_overrides=SAID)
+    _, headless = write_gguf(tmp_path / "c", "llama", Kind.Q8_0, "llama", has_heads=False)
+    with pytest.raises(
+        LoadError, match=r"model\.gguf: llama\.attention\.head_count is missing, by which blk\.\d\.attn_"
+    ):
+        start(headless, config_overrides=SAID)
     file = packed / "model.gguf"
     (packed / "other.gguf").write_bytes(file.read_bytes())
     with pytest.raises(LoadError, match=r"several \.gguf files: model\.gguf, other\.gguf"):
