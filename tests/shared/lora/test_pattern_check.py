@@ -15,7 +15,7 @@ SLOW = "(([a-z_.0-9]+)+)+!"
 
 @pytest.mark.parametrize(
     "fields",
-    [{"target_modules": SLOW}, {"rank_pattern": {"q_proj": 2, f"v|{SLOW}": 3}}, {"layers_pattern": ["layers", SLOW]}],
+    [{"rank_pattern": {"q_proj": 2, f"v|{SLOW}": 3}}, {"layers_pattern": ["layers", SLOW]}],
 )
 def test_a_pattern_that_takes_too_long_is_refused_by_its_field(fields: dict[str, Any]) -> None:
     [field] = fields
