@@ -86,7 +86,7 @@ def times_b(h_ptr, b, factor, ranks, rank, splits, h_split, SPLITS: tl.constexpr
     split = tl.arange(0, SPLITS)
     inside = (split < splits)[:, None] & (ranks < tl.cdiv(rank, ALIGNED) * ALIGNED)[None, :]
     parts = tl.load(h_ptr + split.to(tl.int64)[:, None] * h_split + ranks[None, :], mask=inside, other=0.0)
-    h = tl.where(ranks < rank, tl.sum(parts, 0) * factor, 0.0)
+    h = tl.sum(tl.where((ranks < rank)[None, :], parts, 0.0), 0) * factor  # what is beyond was never written
     return tl.sum(b.to(tl.float32) * h[None, :], 1)
 
 

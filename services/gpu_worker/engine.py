@@ -48,7 +48,7 @@ from blockyard.services.gpu_worker.parallel.shares import WHOLE
 from blockyard.services.gpu_worker.parallel.stages import Stage
 from blockyard.services.gpu_worker.parallel.team import RankGroups, RankTeam, SendCommand, naming_leader
 from blockyard.services.gpu_worker.pooling.output import PoolingOutput
-from blockyard.services.gpu_worker.pooling.selection import choose_output
+from blockyard.services.gpu_worker.pooling.selection import choose_output, modules_folder
 from blockyard.services.gpu_worker.prompt_adapters.adapter_hosts import (
     MakeReader,
     adapter_limits,
@@ -179,7 +179,7 @@ def of_host(config: WorkerConfig) -> WorkerConfig:
 def read_settings(config: WorkerConfig, report: StartReport) -> dict[str, Any]:
     folder = Path(config.model_path)
     settings = read_config(Path(config.config_path or folder), config.config_overrides, report.note)
-    return settle_classifier(settings, config.modules_folder, Path(config.tokenizer_path or folder))
+    return settle_classifier(settings, modules_folder(config), Path(config.tokenizer_path or folder))
 
 
 def load(

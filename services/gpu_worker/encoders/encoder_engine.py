@@ -20,7 +20,7 @@ from blockyard.services.gpu_worker.parallel.loading_slots import loading_slot
 from blockyard.services.gpu_worker.parallel.shares import WHOLE
 from blockyard.services.gpu_worker.parallel.team import RankGroups, RankTeam
 from blockyard.services.gpu_worker.pooling.output import DEFAULT
-from blockyard.services.gpu_worker.pooling.selection import choose_output
+from blockyard.services.gpu_worker.pooling.selection import choose_output, modules_folder
 from blockyard.services.gpu_worker.startup.backend import Backend
 from blockyard.services.gpu_worker.startup.rank_connection import connect_ranks
 from blockyard.services.gpu_worker.startup.start_report import StartReport, Throttle
@@ -57,7 +57,7 @@ def start_encoder(start: EncoderStart) -> EncoderRunner:
     choice, output = choose_output(config, start.settings, model)
     report.note(choice.describe())
     task = PoolingTask.EMBED if config.task == "generate" else PoolingTask(config.task)
-    card = make_card(task, choice, start.settings, config.modules_folder, start.max_model_len, has_kv=False)
+    card = make_card(task, choice, start.settings, modules_folder(config), start.max_model_len, has_kv=False)
     geometry = geometry_of(model, config, start.max_model_len, card)
     graphs, announce, mirror = None, None, None
     if ranks is not None and team is not None and team.send is not None:

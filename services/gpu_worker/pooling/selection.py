@@ -19,9 +19,14 @@ from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError
 
 
+def modules_folder(config: WorkerConfig) -> Path:
+    """Returns the folder of modules.json, if there is one."""
+    return Path(config.modules_path or config.model_path)
+
+
 def choose_output(config: WorkerConfig, settings: dict[str, Any], model: Model) -> tuple[PoolingChoice, PoolingOutput]:
     """Returns how the model pools, and what does it. settings: config.json. Raises ConfigError or LoadError."""
-    folder, kind = config.modules_folder, first_kind(settings)
+    folder, kind = modules_folder(config), first_kind(settings)
     try:
         values = msgspec.json.decode(config.pooler_config, type=dict[str, Any])
     except msgspec.MsgspecError as e:

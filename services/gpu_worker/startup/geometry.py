@@ -8,6 +8,7 @@ from blockyard.services.gpu_worker.loading.hf_config import read_eos_ids
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, length_that_fits
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.models.stage_model import StageModel
+from blockyard.services.gpu_worker.pooling.selection import modules_folder
 from blockyard.shared.config.pooling.pooling_card import make_card
 from blockyard.shared.config.pooling.pooling_choice import PoolingChoice
 from blockyard.shared.config.services.worker import WorkerConfig
@@ -18,7 +19,7 @@ def card_of(config: WorkerConfig, choice: PoolingChoice, settings: dict[str, Any
     """Returns what a decoder that pools serves."""
     task = PoolingTask(config.task) if config.task != "generate" else PoolingTask.EMBED
     return make_card(
-        *(task, choice, settings, config.modules_folder, geometry.max_model_len),
+        *(task, choice, settings, modules_folder(config), geometry.max_model_len),
         has_kv=True,
         has_pair_template=config.has_pair_template,
     )

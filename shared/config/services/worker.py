@@ -1,7 +1,6 @@
 """Settings of a worker."""
 
 import enum
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -155,10 +154,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     rank_timeout_s: float = 120.0  # in which all ranks must have joined
     rank_group: str = ""  # name by which ranks of other hosts find the leader, and replicas that are apart the first
     custom_all_reduce: bool = True  # on GPUs, kernels sum over ranks where they are quicker than NCCL
-
-    @property
-    def modules_folder(self) -> Path:
-        return Path(self.modules_path or self.model_path)
 
     @property
     def long_factors(self) -> list[int]:

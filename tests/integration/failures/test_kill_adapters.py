@@ -56,6 +56,14 @@ async def post(server: Server, path: str, body: dict[str, object]) -> tuple[int,
         return answer.status, await answer.text()
 
 
+async def answer_to(server: Server, model: str) -> tuple[int, str]:
+    """The answer to a completion once a scheduler is ready."""
+    async with asyncio.timeout(30):
+        while (answer := await post(server, "/v1/completions", completion(3, model=model)))[0] == 503:
+            await asyncio.sleep(0.1)
+    return answer
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapters")
@@ -138,7 +146,7 @@ def test_an_adapter_that_is_unloaded_is_unknown_also_when_the_scheduler_was_kill
         assert asyncio.run(post(unified, "/v1/unload_lora_adapter", {"lora_name": name}))[0] == 200
     asyncio.run(ask(unified, ["one"], [(0.0, "scheduler")]))
     for name in ("two", "three"):
-        status, text = asyncio.run(post(unified, "/v1/completions", completion(3, model=name)))
+        status, text = asyncio.run(answer_to(unified, name))
         assert status == 404 and "model_not_found" in text
     loaded: dict[str, object] = {"lora_name": "two", "lora_path": "two"}
     assert asyncio.run(post(unified, "/v1/load_lora_adapter", loaded))[0] == 200

@@ -136,7 +136,7 @@ def breakages(folder: Path) -> dict[str, str]:
     (folder / "no-config" / config).unlink()
     (folder / "pickled" / weights).rename(folder / "pickled" / "adapter_model.bin")
     return {
-        "cut": f"{weights} is not a safetensors file",
+        "cut": f"{weights} has ",
         "no-json": f"{config} is not a JSON object",
         "rank": f"{weights}: the adapter has rank 200",
         "no-weights": "the folder has neither",

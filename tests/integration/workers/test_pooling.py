@@ -127,7 +127,7 @@ def test_flags_of_decoding_are_named(cross_encoder: tuple[PoolingRing, CrossEnco
     ring, _ = cross_encoder
     log = ring.log.read_text()
     assert "--tool-call-parser: no effect with the task score\n" in log
-    assert "pooling: CLS (default of the model), 1 numbers, not normalized" in log
+    assert "pooling: CLS (default of the model), 1 number, not normalized" in log
 
 
 @pytest.fixture(scope="module")
