@@ -38,10 +38,8 @@ _BEHIND_PROGRAMS = 1056  # of one beside a product, which leaves room for some o
 _ENOUGH = 264  # programs of a shrink of many rows: two for each multiprocessor
 _NUMBERS = 4  # of a program of one row
 _MANY_OUTPUTS = 8192  # of a layer, of which programs have several tiles in a row
-_FEW_PROGRAMS, _FEW_REGISTERS = (
-    1056,
-    128,
-)  # of an expand to fewer; the compiler would use fewer registers, and wait more
+_FEW_PROGRAMS = 1056  # of an expand to fewer outputs
+_FEW_REGISTERS = 128  # of a thread there: the compiler would use fewer, and wait more
 _FEW_MATRIX, _FEW_RANKS, _FEW_WARPS = 4096, 64, 4  # numbers of B that such a program has at a time, of so many ranks
 _WIDE = 8  # elements of a wide load
 

@@ -27,7 +27,7 @@ MOCK = ("demo", "--worker-cls", "mock", "--mock-step-ms", "5")
 SLOW = ("--pd-faults", "delay=300ms")  # so that a kill finds transfers under way
 WORKERS = ("gpu_worker prefill 0", "gpu_worker prefill 1", "gpu_worker decode 0", "gpu_worker decode 1")
 NUM_STREAMS = 12
-MOST_STREAMS = 8  # of both prefill workers
+SOME_STREAMS = 4  # of both prefill workers; more may not all begin before the first of them ends
 VICTIMS = ("prefill 0", "decode 1", "scheduler", "message_bus")
 
 
@@ -77,9 +77,9 @@ def requests(first: int = 0) -> list[Body]:
 async def run(
     server: Server, asked: list[Body], meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None
 ) -> list[Answer]:
-    """meanwhile: runs when most streams of one choice have their first token, which is read while KV is on its way."""
+    """meanwhile: runs when some streams of one choice have their first token, which is read while KV is on its way."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(100)) as session:
-        return await run_all([partial(ask, session, server.url, body) for body in asked], meanwhile, MOST_STREAMS)
+        return await run_all([partial(ask, session, server.url, body) for body in asked], meanwhile, SOME_STREAMS)
 
 
 def changes_no_answer(
