@@ -58,6 +58,16 @@ def read_by_the_package(folder: Path) -> dict[str, Tensor]:
     return stored | made
 
 
+def assert_same_logits(target: Path, plain: Path) -> None:
+    """Those of a quantized folder and of its numbers in 16 or 32 bits, with inputs that are rounded alike."""
+    packed, dense = (start(folder, max_model_len=64) for folder in (target, plain))
+    for linear, like in zip(dense.model.linears(), packed.model.linears(), strict=True):
+        if not isinstance(like.method, UnquantizedLinear):
+            rounding = like.method.kept_form.round_inputs
+            linear.wrap(lambda product, rounding=rounding: lambda x: product(rounding(x, {})))
+    torch.testing.assert_close(logits(packed), logits(dense), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(("model", "kind"), [(model, kind) for kind in HOW for model in ("llama", "mixtral")])
 def test_the_worker_and_the_package_read_the_same(tmp_path: Path, model: str, kind: str) -> None:
     how, most = HOW[kind]
@@ -88,12 +98,7 @@ def test_the_worker_and_the_package_read_the_same(tmp_path: Path, model: str, ki
     plain = tmp_path / "plain"
     shutil.copytree(of_source, plain, ignore=lambda folder, names: [one for one in names if ".safetensors" in one])
     save_file({name: value.contiguous() for name, value in numbers.items()}, plain / "model.safetensors")
-    packed, dense = (start(folder, max_model_len=64) for folder in (target, plain))
-    for linear, like in zip(dense.model.linears(), packed.model.linears(), strict=True):
-        if not isinstance(like.method, UnquantizedLinear):
-            rounding = like.method.kept_form.round_inputs
-            linear.wrap(lambda product, rounding=rounding: lambda x: product(rounding(x, {})))
-    torch.testing.assert_close(logits(packed), logits(dense), atol=1e-4, rtol=1e-4)
+    assert_same_logits(target, plain)
 
 
 @pytest.mark.parametrize("asymmetric", [False, True])
@@ -145,12 +150,7 @@ def test_stacked_experts_are_cut_and_quantized(tmp_path: Path, model: str, kind:
         error = (same[name] - before[name]).norm() / before[name].norm()
         assert 0 < float(error) < 0.15, name
     save_file({name: value.contiguous() for name, value in same.items()}, plain / "model.safetensors")
-    packed, dense = (start(folder, max_model_len=64) for folder in (target, plain))
-    for linear, like in zip(dense.model.linears(), packed.model.linears(), strict=True):
-        if not isinstance(like.method, UnquantizedLinear):
-            rounding = like.method.kept_form.round_inputs
-            linear.wrap(lambda product, rounding=rounding: lambda x: product(rounding(x, {})))
-    torch.testing.assert_close(logits(packed), logits(dense), atol=1e-4, rtol=1e-4)
+    assert_same_logits(target, plain)
 
 
 def test_stacks_that_stay(tmp_path: Path) -> None:
