@@ -102,6 +102,7 @@ LAYERS["shared"] = (
     "progress_bars",
     "token_ids",
     "json_objects",
+    "weight_files",
     "context_length",
     "quantization",
     "chat_template_files",

@@ -17,18 +17,17 @@ from blockyard.services.gpu_worker.loading.tensor_headers import TensorHeader, T
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.shared.config.services.worker import DUMMY_FORMATS
 from blockyard.shared.errors import LoadError
+from blockyard.shared.weight_files import SAFETENSORS, is_ignored
 
 # torch.load raises it for a file with other objects than tensors; no object is unpickled here
 _NOT_PLAIN: type[Exception] = torch.serialization.pickle.UnpicklingError  # type: ignore[attr-defined]
 
 Progress = Callable[[float], None]  # takes the fraction done
 
-_SAFETENSORS = ("model.safetensors.index.json", "model.safetensors", "*.safetensors")
 _TORCH = ("pytorch_model.bin.index.json", "pytorch_model.bin", "*.bin", "*.pt", "*.pth")
 SCALE = 0.02  # standard deviation of dummy weights
 _FACTORS = ("weight", "scale", "scalar")  # vectors of such names multiply
 _GGUF = ("*.gguf",)
-_NOT_WEIGHTS = ("consolidated*", "training_args.bin", "optimizer*", "scheduler*", "rng_state*", "tokenizer*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +118,8 @@ def fill_dummy(table: WeightTable, seed: int, progress: Progress, skewed: bool =
 def find_files(folder: Path, load_format: str, ignore_patterns: list[str]) -> list[Path]:
     """Files of the weights, shards in order. Raises LoadError."""
     wanted = {
-        "auto": (*_SAFETENSORS, *_TORCH, *_GGUF),
-        "safetensors": _SAFETENSORS,
+        "auto": (*SAFETENSORS, *_TORCH, *_GGUF),
+        "safetensors": SAFETENSORS,
         "pt": _TORCH,
         "gguf": _GGUF,
     }[load_format]
@@ -129,9 +128,9 @@ def find_files(folder: Path, load_format: str, ignore_patterns: list[str]) -> li
     for pattern in wanted:
         # not Path.glob: before Python 3.12 it leaves out broken links, which are errors here
         names = fnmatch.filter(sorted(os.listdir(folder)), pattern)
-        found = [folder / name for name in names if not _ignored(name, ignore_patterns)]
+        found = [folder / name for name in names if not is_ignored(name, ignore_patterns)]
         if found and pattern.endswith(".index.json"):
-            shards = [f for f in _shards(found[0]) if not _ignored(f.name, ignore_patterns)]
+            shards = [f for f in _shards(found[0]) if not is_ignored(f.name, ignore_patterns)]
             if not shards:
                 raise LoadError(f"{found[0]} names no shard that is not ignored")
             return shards
@@ -141,10 +140,6 @@ def find_files(folder: Path, load_format: str, ignore_patterns: list[str]) -> li
             return [_whole(file) for file in found]
     kinds = " or ".join(p for p in wanted if not p.endswith(".json"))
     raise LoadError(f"{folder} has no weights: looked for {kinds}; --load-format dummy makes some up")
-
-
-def _ignored(name: str, patterns: list[str]) -> bool:
-    return any(fnmatch.fnmatch(name, p) for p in (*_NOT_WEIGHTS, *patterns))
 
 
 def _shards(index: Path) -> list[Path]:

@@ -23,8 +23,8 @@ from blockyard.shared.json_objects import read_json
 from blockyard.shared.quantization.files import read_quantization
 from blockyard.shared.quantization.reading import KEY
 from blockyard.shared.quantization.table import W4
+from blockyard.shared.weight_files import INDEX
 
-INDEX = "model.safetensors.index.json"
 WEIGHT = ".weight"
 STACK_DIMS = 3
 CONV1D = frozenset({"GPT2LMHeadModel", "OpenAIGPTLMHeadModel"})  # architectures

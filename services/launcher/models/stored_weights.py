@@ -3,8 +3,7 @@
 A worker would find it out, too, but only after processes have started.
 """
 
-import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from blockyard.shared.errors import AdapterError, ConfigError
@@ -12,11 +11,10 @@ from blockyard.shared.json_objects import read_json
 from blockyard.shared.lora.adapter_folder import read_header
 from blockyard.shared.quantization.reading import KEY
 from blockyard.shared.quantization.table import GGUF
+from blockyard.shared.weight_files import INDEX, WHOLE, is_ignored
 
-INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 # last parts of names that only quantized weights have: of GPTQ and AWQ, compressed-tensors, HQQ, bitsandbytes
 QUANTIZED = (".qweight", ".qzeros", ".g_idx", ".weight_packed", ".W_q", ".SCB", ".absmax")
-_OTHERS = ("consolidated*", "optimizer*", "tokenizer*")  # files that are not read
 
 
 def find_quantized(folder: Path, load_format: str, ignored: Sequence[str]) -> str | None:
@@ -31,29 +29,25 @@ def find_quantized(folder: Path, load_format: str, ignored: Sequence[str]) -> st
 
 
 def _names(folder: Path, ignored: Sequence[str]) -> set[str] | None:
-    if (folder / INDEX).is_file() and not _is_any(INDEX, ignored):
+    if (folder / INDEX).is_file() and not is_ignored(INDEX, ignored):
         try:
             found = read_json(folder / INDEX).get("weight_map")
         except ConfigError:
             return None
         return set(found) if isinstance(found, dict) else None
-    files = [file for file in folder.glob("*.safetensors") if not _is_any(file.name, (*_OTHERS, *ignored))]
-    files = [file for file in files if file.name == WEIGHTS] or files
+    files = [file for file in folder.glob("*.safetensors") if not is_ignored(file.name, ignored)]
+    files = [file for file in files if file.name == WHOLE] or files
     try:
         return {name for file in files for name in read_header(file)} if files else None
     except AdapterError:
         return None
 
 
-def _is_any(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
-
-
 def check_files(folder: Path, load_format: str, where: str, ignored: Sequence[str]) -> None:
     """Raises ConfigError if GGUF is asked for and there is no such file. where: the flag that asks for it."""
     if load_format != GGUF or not folder.is_dir():
         return
-    if all(_is_any(file.name, ignored) for file in folder.glob("*.gguf")):
+    if all(is_ignored(file.name, ignored) for file in folder.glob("*.gguf")):
         raise ConfigError(f"{where} {GGUF}: {folder} has no .gguf file")
 
 
